@@ -1,0 +1,856 @@
+"""What two or more notebooks share: spectra, attention, sources, results, figures.
+
+Notation (DESIGN of the companion, and notebook 01): T tokens, D model width, d head dimension,
+H query heads, H_kv key heads (H_kv divides H), s the logit scale. The logits of a head are
+E = s Q K^T; its row-centred field Ẽ = E (I - 11^T/T) = s Q (K - 1 k̄^T)^T.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+ROOT = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("ATTENTION_SPECTRA_CACHE", ROOT / "data" / "cache"))
+GUTENBERG = "https://www.gutenberg.org/cache/epub/{id}/pg{id}.txt"
+
+# ---------------------------------------------------------------------------------------------
+# Spectra
+# ---------------------------------------------------------------------------------------------
+
+
+def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
+    """Singular values of ``left @ right.mT`` without forming the product.
+
+    left [..., T, d] and right [..., S, d], whose leading dimensions broadcast; returns float64
+    [..., min(T, S, d)], in descending order. With the Cholesky factor C of the Gram matrix
+    left^T left, the squares are the eigenvalues of the d×d matrix C^T (right^T right) C. Gram
+    matrices square the condition number, so a head whose smallest value could be off by more
+    than 1e-11 of its largest, or whose Gram matrix is singular, is done by thin QR instead.
+    Cost O((T + S) d²) a head, and right's Gram matrix is formed once however often it broadcasts.
+
+    Raises ValueError for mismatched d, an empty input, or a NaN or infinity (naming the head).
+    """
+    if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[-1]:
+        raise ValueError(
+            f"factors must be [..., T, d] and [..., S, d] with the same d, found "
+            f"{tuple(left.shape)} and {tuple(right.shape)}: transpose or slice them"
+        )
+    if 0 in left.shape or 0 in right.shape:
+        raise ValueError(f"factors are empty: {tuple(left.shape)} and {tuple(right.shape)}")
+    for name, factor in (("left", left), ("right", right)):
+        finite = torch.isfinite(factor).all(dim=(-2, -1))
+        if not finite.all():
+            head = tuple((~finite).nonzero()[0].tolist())
+            raise ValueError(f"{name} factor of head {head} has NaN or infinite entries")
+    left, right = left.double(), right.double()
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    if min(left.shape[-2], right.shape[-2]) < left.shape[-1]:
+        return _qr_singular_values(left, right)
+
+    gram_left, gram_right = left.mT @ left, right.mT @ right
+    factor, failed = torch.linalg.cholesky_ex(gram_left)
+    squares = torch.linalg.eigvalsh(factor.mT @ gram_right @ factor)
+    sigma = squares.clamp(min=0).sqrt().flip(-1)
+    # First-order error of the smallest value: half the rounding of the product of Gram matrices
+    # over that value. Written so that NaN counts as too large.
+    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (gram_left, gram_right)]
+    rounding = torch.finfo(torch.float64).eps / 2 * traces[0] * traces[1]
+    exact = (failed == 0) & (rounding <= 1e-11 * sigma[..., 0] * sigma[..., -1])
+    redo = ~exact.expand(batch)
+    if redo.any():
+        chosen = [f.expand(*batch, *f.shape[-2:])[redo] for f in (left, right)]
+        sigma[redo] = _qr_singular_values(*chosen)
+    return sigma
+
+
+def _qr_singular_values(left: Tensor, right: Tensor) -> Tensor:
+    """Singular values of ``left @ right.mT`` by thin QR: those of R_left R_right^T."""
+    r_left, r_right = (torch.linalg.qr(f, mode="r").R for f in (left, right))
+    return torch.linalg.svdvals(r_left @ r_right.mT)
+
+
+def centred(keys: Tensor) -> Tensor:
+    """Keys [..., T, d] less their mean over tokens, in float64: this centres the logit rows."""
+    keys = keys.double()
+    return keys - keys.mean(dim=-2, keepdim=True)
+
+
+def logit_singular_values(
+    queries: Tensor, keys: Tensor, scale: float, *, row_centred: bool = True
+) -> Tensor:
+    """Singular values of the full field Ẽ (of E if not `row_centred`) of every query head.
+
+    queries [H, T, d], keys [H_kv, T, d]; query head h uses key head ⌊h / (H/H_kv)⌋.
+    Returns float64 [H, min(T, d)], descending.
+    """
+    keys = centred(keys) if row_centred else keys
+    grouped = _grouped(queries, keys)
+    sigma = scale * product_singular_values(grouped, keys.unsqueeze(-3))
+    return sigma.flatten(0, 1)
+
+
+def causal_singular_values(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Singular values of the causal field: row i centred over keys j ≤ i, zero beyond.
+
+    Shapes as `logit_singular_values`; returns float64 [H, T]. The mask destroys the factored
+    form, so this is dense: O(T³) a head, one head at a time.
+    """
+    tokens = queries.shape[-2]
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril()
+    counts = visible.sum(-1, keepdim=True)
+    sigma = []
+    for head, key in _heads(queries, keys):
+        logits = (scale * head.double() @ key.double().mT).where(visible, 0)
+        field = (logits - logits.sum(-1, keepdim=True) / counts).where(visible, 0)
+        sigma.append(torch.linalg.svdvals(field))
+    return torch.stack(sigma)
+
+
+def _grouped(queries: Tensor, keys: Tensor) -> Tensor:
+    """Queries [H, T, d] as [H_kv, H/H_kv, T, d], one group for each key head."""
+    if queries.ndim != 3 or keys.ndim != 3 or queries.shape[0] % keys.shape[0]:
+        raise ValueError(
+            f"queries [H, T, d] and keys [H_kv, T, d] need H a multiple of H_kv, found "
+            f"{tuple(queries.shape)} and {tuple(keys.shape)}"
+        )
+    return queries.unflatten(0, (keys.shape[0], -1))
+
+
+def _heads(queries: Tensor, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each query head with its key head: pairs ([T, d], [T, d])."""
+    for group, key in zip(_grouped(queries, keys), keys, strict=True):
+        for head in group:
+            yield head, key
+
+
+def low_rank_factors(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys of dimension `rank` whose product is the best rank-r field Ẽ_r.
+
+    queries [H, T, d], keys [H_kv, T, d] → Q_r, K_r, both float64 [H, T, rank]:
+    s Q_r K_r^T = Ẽ_r (Eckart-Young). K_r has orthonormal columns: the leading right singular
+    vectors V_r of Ẽ, and Q_r = Q (K - 1k̄^T)^T V_r. With K - 1k̄^T = U_K R_K and Q = U_Q R_Q,
+    V_r = U_K B_r where B_r are the right singular vectors of the d×d matrix R_Q R_K^T.
+    """
+    limit = min(queries.shape[-2:])
+    if not 1 <= rank <= limit:
+        raise ValueError(f"rank must be 1 to {limit} for fields of this shape, found {rank}")
+    grouped = _grouped(queries, keys).double()
+    basis, r_keys = torch.linalg.qr(centred(keys).unsqueeze(-3))
+    r_queries = torch.linalg.qr(grouped, mode="r").R
+    right = torch.linalg.svd(r_queries @ r_keys.mT, full_matrices=False).Vh.mT[..., :rank]
+    low_queries = grouped @ (r_keys.mT @ right)
+    return low_queries.flatten(0, 1), (basis @ right).flatten(0, 1)
+
+
+def _shares(sigma: Tensor, power: int) -> Tensor:
+    """σ^power over its sum, descending, float64; zeros where the spectrum is zero."""
+    sigma = torch.as_tensor(sigma).double()
+    if sigma.ndim == 0 or sigma.shape[-1] == 0:
+        raise ValueError(f"a spectrum needs at least one value, found shape {tuple(sigma.shape)}")
+    if not torch.isfinite(sigma).all() or (sigma < 0).any():
+        raise ValueError("a spectrum must be finite and non-negative")
+    largest = sigma.amax(-1, keepdim=True)
+    powers = (sigma / largest.where(largest > 0, 1)) ** power  # no overflow, no underflow of σ_1
+    total = powers.sum(-1, keepdim=True)
+    return (powers / total.where(total > 0, 1)).sort(-1, descending=True).values
+
+
+def threshold_rank(sigma: Tensor, share: float = 0.9) -> Tensor:
+    """Least r whose first r components hold `share` of Σσ²: r90 for share 0.9.
+
+    sigma [..., n] → int64 [...]; 0 for a zero spectrum. Sums are compared to 1e-12, so that equal
+    singular values count as equal.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, found {share}")
+    held = _shares(sigma, 2).cumsum(-1)
+    short = (held < share - 1e-12).sum(-1) + 1
+    return torch.where(held[..., -1] > 0, short, 0)
+
+
+def entropy_rank(sigma: Tensor) -> Tensor:
+    """Effective rank exp(-Σ p ln p), p = σ/Σσ (Roy and Vetterli 2007); 0 for a zero spectrum."""
+    p = _shares(sigma, 1)
+    return torch.where(p[..., 0] > 0, torch.special.entr(p).sum(-1).exp(), 0.0)
+
+
+def participation_ratio(sigma: Tensor) -> Tensor:
+    """(Σσ²)² / Σσ⁴ of a spectrum [..., n]; 0 for a zero spectrum."""
+    p = _shares(sigma, 2)
+    return torch.where(p[..., 0] > 0, 1 / (p**2).sum(-1).clamp(min=1e-300), 0.0)
+
+
+def stable_rank(sigma: Tensor) -> Tensor:
+    """Σσ² / σ_1² of a spectrum [..., n]; 0 for a zero spectrum."""
+    p = _shares(sigma, 2)
+    return torch.where(p[..., 0] > 0, 1 / p[..., 0].clamp(min=1e-300), 0.0)
+
+
+def leverage(keys: Tensor) -> Tensor:
+    """Leverage h_j = ‖e_j^T U_K‖² of every key, U_K an orthonormal basis of the centred keys.
+
+    keys [..., T, d] → float64 [..., T], each in [0, 1], summing to the rank of the centred keys.
+    """
+    basis, sigma, _ = torch.linalg.svd(centred(keys), full_matrices=False)
+    floor = sigma[..., :1] * max(keys.shape[-2:]) * torch.finfo(torch.float64).eps
+    return (basis * (sigma > floor).unsqueeze(-2)).square().sum(-1)
+
+
+def key_incoherence(keys: Tensor) -> Tensor:
+    """μ = (T/d) max_j h_j of keys [..., T, d] → [...]: 1 if perfectly delocalised, at most T/d.
+
+    (Candès and Recht's coherence of the key space, which the paper calls key incoherence.)
+    """
+    tokens, head_dim = keys.shape[-2:]
+    return tokens / head_dim * leverage(keys).amax(-1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention: the weights of a head; queries and keys of a running model
+# ---------------------------------------------------------------------------------------------
+
+
+class HeadWeights(NamedTuple):
+    """One layer's projections: W_Q [H, d, D], W_K [H_kv, d, D]; biases [H, d], [H_kv, d] or None."""
+
+    layer: int
+    W_Q: Tensor
+    W_K: Tensor
+    b_Q: Tensor | None
+    b_K: Tensor | None
+
+
+def _separate_projections(attention, gain: float = 0.0):
+    """Weights and biases of modules q_proj, k_proj; a query/key norm's gain is folded in."""
+    parts = []
+    for name in ("q", "k"):
+        linear = getattr(attention, f"{name}_proj")
+        weight = linear.weight.detach().unflatten(0, (-1, attention.head_dim))
+        bias = linear.bias
+        bias = None if bias is None else bias.detach().unflatten(0, (-1, attention.head_dim))
+        norm = getattr(attention, f"{name}_norm", None)
+        if norm is not None:
+            learned = (gain + norm.weight.detach())[:, None]
+            weight, bias = learned * weight, None if bias is None else learned[:, 0] * bias
+        parts.append((weight, bias))
+    return parts
+
+
+def _gpt2_projections(attention):
+    """Weights and biases of GPT-2's fused c_attn, stored [D, 3D]."""
+    weight = attention.c_attn.weight.detach().T.unflatten(0, (3, -1, attention.head_dim))
+    bias = attention.c_attn.bias.detach().unflatten(0, (3, -1, attention.head_dim))
+    return [(weight[0], bias[0]), (weight[1], bias[1])]
+
+
+# model_type → (where the layers are, the attention of a layer, how to read its projections)
+FAMILIES = {
+    "gpt2": ("h", "attn", _gpt2_projections),
+    "llama": ("layers", "self_attn", _separate_projections),
+    "mistral": ("layers", "self_attn", _separate_projections),
+    "qwen2": ("layers", "self_attn", _separate_projections),
+    "qwen3": ("layers", "self_attn", _separate_projections),
+    "gemma3_text": ("layers", "self_attn", lambda a: _separate_projections(a, gain=1.0)),
+}
+
+
+def head_weights(model) -> Iterator[HeadWeights]:
+    """The query and key projections of every layer, in float64, one layer at a time.
+
+    M of query head h is W_Q[h]^T W_K[⌊h / (H/H_kv)⌋]. Raises ValueError for an unknown family.
+    """
+    family = model.config.model_type
+    if family not in FAMILIES:
+        raise ValueError(
+            f"weights of model type {family!r} are not known here; known: {', '.join(FAMILIES)}"
+        )
+    layers, attention, projections = FAMILIES[family]
+    for index, block in enumerate(getattr(model.base_model, layers)):
+        (W_Q, b_Q), (W_K, b_K) = projections(getattr(block, attention))
+        biases = (None if b is None else b.double() for b in (b_Q, b_K))
+        yield HeadWeights(index, W_Q.double(), W_K.double(), *biases)
+
+
+Visitor = Callable[[int, Tensor, Tensor, float], "tuple[Tensor, Tensor] | None"]
+
+
+def record_attention(
+    model, token_ids: Tensor, visit: Visitor, *, position: str = "rotary"
+) -> Tensor:
+    """Run `model` on token_ids [T] and show every layer's queries and keys to `visit`.
+
+    visit(layer, queries [H, T, d], keys [H_kv, T, d], scale) is called once per attention layer,
+    in order, with what softmax sees (position "rotary") or with what the rotary embedding is
+    given (position "content"); if it returns (queries, keys), the model goes on with these.
+    Keys come one per KV head. Returns the logits [T, vocabulary].
+
+    Refuses (RuntimeError) a model that does not call the attention function exactly once per
+    layer, or whose logits on the first tokens are not those of the untouched model.
+    """
+    if position not in ("rotary", "content"):
+        raise ValueError(f"position must be 'rotary' or 'content', found {position!r}")
+    if token_ids.ndim != 1 or len(token_ids) == 0:
+        raise ValueError(f"token_ids must be one sequence [T], found {tuple(token_ids.shape)}")
+    probe = token_ids[None, :16]
+    with torch.inference_mode():
+        stock = model(probe, use_cache=False).logits
+        with _visited(model, lambda *_: None, position):
+            routed = model(probe, use_cache=False).logits
+        if not torch.allclose(stock, routed, rtol=1e-4, atol=1e-4 * stock.abs().max().item()):
+            raise RuntimeError(
+                f"{model.config.model_type}: the recorded model's logits differ from the stock "
+                f"model's by {(stock - routed).abs().max():.3g}: its attention cannot be recorded"
+            )
+        with _visited(model, visit, position):
+            return model(token_ids[None], use_cache=False).logits[0]
+
+
+@contextlib.contextmanager
+def _visited(model, visit: Visitor, position: str):
+    """Route attention through `visit`, then the model's ordinary attention; undo on exit."""
+    ordinary = model.config._attn_implementation
+    seen: list[int] = []
+    content: list[tuple[Tensor, Tensor]] = []
+
+    def attention(module, query, key, value, attention_mask, **options):
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        shown = content.pop() if position == "content" else (query, key)
+        seen.append(module.layer_idx)
+        replaced = visit(module.layer_idx, shown[0][0], shown[1][0], scale)
+        if replaced is not None:
+            query, key = (part.to(query.dtype)[None] for part in replaced)
+        if ordinary == "eager":
+            inner = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            inner = ALL_ATTENTION_FUNCTIONS[ordinary]
+        return inner(module, query, key, value, attention_mask, **options)
+
+    with contextlib.ExitStack() as undo:
+        if position == "content":
+            undo.enter_context(_before_rotation(model, content))
+        AttentionInterface.register("visited", attention)
+        # Without the mask function of the same name the model would attend to the future.
+        AttentionMaskInterface.register("visited", ALL_MASK_ATTENTION_FUNCTIONS[ordinary])
+        model.set_attn_implementation("visited")
+        undo.callback(model.set_attn_implementation, ordinary)
+        yield
+    layers = list(range(model.config.num_hidden_layers))
+    if seen != layers:
+        raise RuntimeError(
+            f"{model.config.model_type}: recorded layers {seen}, expected each of {len(layers)} "
+            f"once: this architecture does not use the registered attention function"
+        )
+
+
+@contextlib.contextmanager
+def _before_rotation(model, content: list[tuple[Tensor, Tensor]]):
+    """Keep the queries and keys that each layer gives to its rotary embedding."""
+    sources = {sys.modules[type(m).__module__] for m in model.modules()}
+    rotating = [source for source in sources if hasattr(source, "apply_rotary_pos_emb")]
+    if not rotating:
+        raise ValueError(
+            f"{model.config.model_type} has no rotary embedding: "
+            f"its content and rotary fields are one; use position 'rotary'"
+        )
+
+    def keep(rotate):
+        def kept(query, key, *arguments, **options):
+            content[:] = [(query, key)]
+            return rotate(query, key, *arguments, **options)
+
+        return kept
+
+    originals = [(source, source.apply_rotary_pos_emb) for source in rotating]
+    try:
+        for source, rotate in originals:
+            source.apply_rotary_pos_emb = keep(rotate)
+        yield
+    finally:
+        for source, rotate in originals:
+            source.apply_rotary_pos_emb = rotate
+
+
+def next_token_loss(logits: Tensor, token_ids: Tensor) -> float:
+    """Mean cross-entropy in nats of token i + 1 under logits [T, V] of row i, in pieces of rows."""
+    pieces = zip(logits[:-1].split(128), token_ids[1:].split(128), strict=True)
+    total = sum(torch.nn.functional.cross_entropy(x, y, reduction="sum").item() for x, y in pieces)
+    return total / (len(token_ids) - 1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Sources: models and texts by name
+# ---------------------------------------------------------------------------------------------
+
+
+class LoadedModel(NamedTuple):
+    name: str  # safe as the name of a folder
+    model: transformers.PreTrainedModel
+    tokenizer: transformers.PreTrainedTokenizerBase
+    provenance: dict
+
+
+class LoadedText(NamedTuple):
+    name: str  # safe as part of a file name
+    text: str
+    provenance: dict
+
+
+def _sources(kind: str) -> dict[str, dict]:
+    return tomllib.loads((ROOT / "data" / "sources.toml").read_text("utf-8"))[kind]
+
+
+def _safe_name(name: str) -> str:
+    return re.sub(r"[^\w]+", "-", name).strip("-") or "unnamed"
+
+
+def _unknown(kind: str, name: str, also: str) -> ValueError:
+    known = list(_sources(f"{kind}s"))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}: {hint}known: {', '.join(known)}; or {also}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _archive(source: dict) -> Path:
+    """The verified archive of a source, from the cache or, the first time, by pip."""
+    path = CACHE / "archives" / source["archive"]
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            wanted = Path(folder, "wanted.txt")
+            wanted.write_text(f"{source['package']} --hash=sha256:{source['archive_sha256']}\n")
+            kind = "--only-binary" if path.suffix == ".whl" else "--no-binary"
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--require-hashes", kind, ":all:", "-r", str(wanted), "-d", folder]
+            done = subprocess.run(command, capture_output=True, text=True)
+            fetched = Path(folder, source["archive"])
+            if done.returncode or not fetched.exists():
+                complaint = [x for x in done.stderr.splitlines() if x.startswith("ERROR")]
+                raise RuntimeError(
+                    f"cannot fetch {source['package']} ({(complaint or ['no reason given'])[-1]}): "
+                    f"check the network, or copy {source['archive']} into {path.parent}"
+                )
+            _verify(fetched, source["archive_sha256"])
+            os.replace(fetched, path)
+    _verify(path, source["archive_sha256"])
+    return path
+
+
+def _verify(path: Path, expected: str) -> None:
+    found = _sha256(path)
+    if found != expected:
+        raise RuntimeError(
+            f"{path} is corrupt: sha256 {found[:12]}…, expected {expected[:12]}…: "
+            f"delete it and run again"
+        )
+
+
+def _member(source: dict) -> bytes:
+    """The bytes of a source's file inside its archive, verified; nothing is unpacked to disk."""
+    path = _archive(source)
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as archive:
+            content = archive.read(source["member"])
+    else:
+        with tarfile.open(path) as archive:
+            content = archive.extractfile(source["member"]).read()
+    found = hashlib.sha256(content).hexdigest()
+    if found != source["sha256"]:
+        raise RuntimeError(
+            f"{source['member']} in {path} has sha256 {found[:12]}…, "
+            f"expected {source['sha256'][:12]}…: data/sources.toml and the package disagree"
+        )
+    return content
+
+
+def load_text(name: str) -> LoadedText:
+    """A text of data/sources.toml, a local UTF-8 file, or `gutenberg:<id>`; newlines are \\n.
+
+    Raises ValueError for an unknown name or a file that is empty or not UTF-8, RuntimeError
+    where it cannot be fetched or verified.
+    """
+    sources = _sources("texts")
+    if name in sources:
+        source = sources[name]
+        content, origin = _member(source), source["origin"]
+        if source["member"].endswith(".jsonl"):
+            verses = (json.loads(line)["text"] for line in content.splitlines())
+            content = "\n".join(verses).encode()
+        text = _cut(_decoded(content, name), source.get("first_line"), source.get("end_marker"))
+        safe = name
+    elif match := re.fullmatch(r"gutenberg:(\d+)", name):
+        text, origin = _gutenberg(match[1]), f"Project Gutenberg #{match[1]}"
+        safe = f"gutenberg-{match[1]}"
+    elif Path(name).is_file():
+        text, origin = _decoded(Path(name).read_bytes(), name), "local file"
+        safe = _safe_name(Path(name).name)
+    elif Path(name).suffix or "/" in name:
+        raise ValueError(f"text file {name!r} not found from {Path.cwd()}: check the path")
+    else:
+        raise _unknown("text", name, "a text file, or gutenberg:<id>")
+    if not text.strip():
+        raise ValueError(f"text {name!r} is empty: give a text with words in it")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return LoadedText(safe, text, {"text": safe, "text_origin": origin, "text_sha256": digest})
+
+
+def _decoded(content: bytes, name: str) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text {name!r} is not UTF-8 (byte {error.object[error.start]:#04x} at "
+            f"{error.start}): save it as UTF-8"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _cut(text: str, first_line: str | None, end_marker: str | None) -> str:
+    """The text from the line that is `first_line` up to the line that begins with `end_marker`."""
+    lines = text.split("\n")
+    if first_line is not None:
+        lines = lines[[line.strip() for line in lines].index(first_line) :]
+    if end_marker is not None:
+        lines = lines[: [line.startswith(end_marker) for line in lines].index(True)]
+    return "\n".join(lines)
+
+
+def _gutenberg(number: str) -> str:
+    """A book from Project Gutenberg's own site, its header and footer removed, cached.
+
+    The site publishes no checksum, so the cached file carries its own in its name.
+    """
+    folder = CACHE / "gutenberg"
+    cached = sorted(folder.glob(f"{number}-*.txt"))
+    if cached:
+        path = cached[0]
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest()[:16] != path.stem.split("-")[1]:
+            raise RuntimeError(f"{path} is corrupt: delete it and run again")
+    else:
+        address = GUTENBERG.format(id=number)
+        try:
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                content = answer.read()
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            raise RuntimeError(
+                f"cannot fetch Project Gutenberg #{number} from {address} ({error}): "
+                f"check the number and the network, or give a local file"
+            ) from None
+    text = _decoded(content, f"gutenberg:{number}")
+    marker = r"^\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*$"
+    marks = {m[1]: m for m in re.finditer(marker, text, re.MULTILINE | re.IGNORECASE)}
+    if not {"START", "END"} <= {mark.upper() for mark in marks}:
+        raise RuntimeError(
+            f"Project Gutenberg #{number} has no START and END lines, so its header cannot be "
+            f"removed: cut it by hand and give a local file"
+        )
+    if not cached:
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        _write(folder / f"{number}-{digest}.txt", lambda part: part.write_bytes(content))
+    return text[marks["START"].end() : marks["END"].start()].strip() + "\n"
+
+
+def load_model(name: str) -> LoadedModel:
+    """A model of data/sources.toml, a hub id, a local folder or a .gguf file; float32, eval mode.
+
+    Weights are safetensors or GGUF only and no code of a model's is run. A GGUF file is converted
+    once, into the cache. Raises ValueError for a name that is none of these, RuntimeError where
+    the model cannot be fetched or verified.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    sources = _sources("models")
+    if name in sources:
+        source = sources[name]
+        folder = _converted(name, source["sha256"], lambda: _member(source))
+        origin = {"model_origin": source["origin"], "model_sha256": source["sha256"]}
+        return _from_pretrained(str(folder), name, origin)
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        digest = _sha256(path)
+        folder = _converted(f"gguf-{digest[:16]}", digest, path.read_bytes)
+        origin = {"model_origin": "local GGUF file", "model_sha256": digest}
+        return _from_pretrained(str(folder), _safe_name(path.stem), origin)
+    if path.is_dir():
+        weights = sorted(path.glob("*.safetensors"))
+        if not weights or not (path / "config.json").is_file():
+            raise ValueError(f"model folder {name!r} needs config.json and .safetensors weights")
+        digest = hashlib.sha256("".join(map(_sha256, weights)).encode()).hexdigest()
+        origin = {"model_origin": "local folder", "model_sha256": digest}
+        return _from_pretrained(str(path), _safe_name(path.resolve().name), origin)
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
+        raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _from_pretrained(name, name.replace("/", "--"), {"model_origin": name})
+    raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
+
+
+def _from_pretrained(path: str, name: str, origin: dict) -> LoadedModel:
+    options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise RuntimeError(f"cannot load model {name!r}: {first_line}") from None
+    revision = getattr(model.config, "_commit_hash", None)
+    pinned = {"model_revision": revision} if revision else {}
+    return LoadedModel(name, model, tokenizer, {"model": name, **origin, **pinned})
+
+
+def _converted(name: str, sha256: str, gguf_bytes: Callable[[], bytes]) -> Path:
+    """The folder with the safetensors form of a GGUF file, made if the cache has none."""
+    folder = CACHE / "models" / name
+    manifest = folder / "manifest.json"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
+            made = Path(temporary, "made")
+            Path(temporary, "model.gguf").write_bytes(gguf_bytes())
+            options = {"gguf_file": "model.gguf", "trust_remote_code": False}
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                temporary, dtype=torch.float32, **options
+            )
+            # The weights are plain float32 now; what still calls them GGUF would stop the saving.
+            model.hf_quantizer = None
+            del model.config.quantization_config
+            model.save_pretrained(made)
+            transformers.AutoTokenizer.from_pretrained(temporary, **options).save_pretrained(made)
+            files = {file.name: _sha256(file) for file in sorted(made.iterdir())}
+            record = {"gguf_sha256": sha256, "files": files}
+            (made / manifest.name).write_text(json.dumps(record, indent=1))
+            with contextlib.suppress(OSError):  # another run was faster: its folder is as good
+                os.rename(made, folder)
+    try:
+        record = json.loads(manifest.read_text())
+        same = record["gguf_sha256"] == sha256
+        sound = all(_sha256(folder / file) == digest for file, digest in record["files"].items())
+    except (OSError, ValueError, KeyError):
+        same = sound = False
+    if not (same and sound):
+        raise RuntimeError(f"cached model {folder} is corrupt or outdated: delete it and run again")
+    return folder
+
+
+def token_window(
+    source: LoadedModel, text: LoadedText, context: int, offset: int = 200
+) -> Tensor:
+    """Tokens offset … offset + context - 1 of a text, no BOS: int64 [context].
+
+    Raises ValueError if the text is too short or the context is beyond the model's limit.
+    """
+    if context < 1 or offset < 0:
+        raise ValueError(f"context must be at least 1 and offset 0, found {context} and {offset}")
+    limit = getattr(source.model.config, "max_position_embeddings", None)
+    if limit is not None and context > limit:
+        raise ValueError(
+            f"context {context} is beyond the {limit} positions of {source.name}: lower context"
+        )
+    wanted, length = offset + context, 0
+    tokens: list[int] = []
+    # A prefix is tokenised as the whole text is, save near its end: take 64 tokens to spare.
+    while len(tokens) < wanted + 64 and length < len(text.text):
+        length = max(2 * length, 8 * wanted)
+        tokens = source.tokenizer(text.text[:length], add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+    if len(tokens) < wanted:
+        raise ValueError(
+            f"text {text.name!r} has {len(tokens)} tokens, the window needs {wanted} "
+            f"(offset {offset} + context {context}): lower them or give a longer text"
+        )
+    return torch.tensor(tokens[offset:wanted])
+
+
+# ---------------------------------------------------------------------------------------------
+# Results: tables, spectra, claims
+# ---------------------------------------------------------------------------------------------
+
+
+def output_folder(output_dir: str = "") -> Path:
+    """Where a notebook's results go: `output_dir`, or by default the repository if the notebook
+    runs inside it, else the folder it runs in (one's own runs leave the published results alone).
+    """
+    if output_dir:
+        return Path(output_dir).resolve()
+    here = Path.cwd().resolve()
+    return ROOT if here.is_relative_to(ROOT) else here
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, then rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as folder:
+        part = Path(folder, path.name)
+        write(part)
+        os.replace(part, path)
+
+
+def _with_versions(provenance: dict) -> dict:
+    versions = {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy")}
+    return {**provenance, **versions}
+
+
+def _require(provenance: dict, expected: dict, path: Path) -> None:
+    for key, value in expected.items():
+        if provenance.get(key) != value:
+            raise ValueError(
+                f"{path} was made with {key} {provenance.get(key)!r}, expected {value!r}: "
+                f"run the notebook that writes it again with {key} {value!r}"
+            )
+
+
+def save_table(table: pd.DataFrame, path: Path, provenance: dict) -> None:
+    """Write a table as CSV under `# key: value` lines of provenance; floats to six digits."""
+    head = [f"# {k}: {json.dumps(v, ensure_ascii=False)}" for k, v in _with_versions(provenance).items()]
+    body = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+    _write(Path(path), lambda part: part.write_text("\n".join([*head, body]), "utf-8"))
+
+
+def load_table(path: Path, **expected) -> pd.DataFrame:
+    """A table of `save_table`; its provenance is in `.attrs` and must agree with `expected`."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
+    lines = path.read_text("utf-8").splitlines()
+    head = [line[2:].split(": ", 1) for line in lines if line.startswith("# ")]
+    provenance = {key: json.loads(value) for key, value in head}
+    _require(provenance, expected, path)
+    table = pd.read_csv(path, skiprows=len(head))
+    table.attrs = provenance
+    return table
+
+
+def save_spectra(sigma: Tensor, path: Path, provenance: dict) -> None:
+    """Write singular values [layers, heads, n] as float32 safetensors with their provenance."""
+    metadata = {key: json.dumps(value) for key, value in _with_versions(provenance).items()}
+    tensors = {"sigma": sigma.float().contiguous()}
+    _write(Path(path), lambda part: save_file(tensors, part, metadata))
+
+
+def load_spectra(path: Path, **expected) -> Tensor:
+    """Singular values of `save_spectra`, float32 [layers, heads, n]; provenance must agree."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
+    with safe_open(path, framework="pt") as file:
+        provenance = {key: json.loads(value) for key, value in file.metadata().items()}
+        _require(provenance, expected, path)
+        return file.get_tensor("sigma")
+
+
+VERDICTS = ("reproduced", "partly", "not reproduced", "not testable here")
+
+
+def load_claims() -> dict[str, dict]:
+    """The claims of data/claims.toml by id."""
+    claims = tomllib.loads((ROOT / "data" / "claims.toml").read_text("utf-8"))["claim"]
+    return {claim["id"]: claim for claim in claims}
+
+
+def range_verdict(values, low: float, high: float) -> str:
+    """All values inside [low, high]: reproduced; some: partly; none: not reproduced."""
+    inside = [bool(low <= value <= high) for value in np.ravel(values)]
+    return "reproduced" if all(inside) else "partly" if any(inside) else "not reproduced"
+
+
+def answer(claim_id: str, measured: str, verdict: str, model: str = "") -> dict:
+    """One row of a claims table; prints the verdict as one line."""
+    claim = load_claims()[claim_id]
+    if verdict not in VERDICTS:
+        raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, found {verdict!r}")
+    print(f"{claim_id}  paper: {claim['paper']}  measured: {measured}  -> {verdict}")
+    return {"id": claim_id, "model": model, "measured": measured, "verdict": verdict}
+
+
+def claim_table(output: Path) -> pd.DataFrame:
+    """Every claim with what was measured under `output`: one row per claim and model."""
+    results = Path(output) / "data" / "results"
+    files = sorted([*results.glob("claims_*.csv"), *results.glob("*/claims_*.csv")])
+    empty = pd.DataFrame(columns=["id", "model", "measured", "verdict"])
+    answers = pd.concat([empty, *(load_table(file) for file in files)])
+    claims = pd.DataFrame(load_claims().values())
+    table = claims.merge(answers, on="id", how="left", sort=False)
+    table["verdict"] = table["verdict"].fillna("not measured yet")
+    columns = ["id", "statement", "paper", "reading", "model", "measured", "verdict", "notebook"]
+    return table[columns].fillna("")
+
+
+# ---------------------------------------------------------------------------------------------
+# Figures
+# ---------------------------------------------------------------------------------------------
+
+
+def figure_style() -> None:
+    """The look of every figure: seaborn's ticks theme, a colour-blind-safe palette."""
+    sns.set_theme(context="notebook", style="ticks", palette="colorblind")
+    plt.rcParams.update(
+        {"figure.dpi": 100, "savefig.bbox": "tight", "svg.hashsalt": "attention-spectra"}
+    )
+
+
+def save_figure(figure: plt.Figure, slug: str, plotted: pd.DataFrame, output: Path) -> None:
+    """Save figures/<slug>.svg and .png, and the plotted numbers as data/figures/<slug>.csv."""
+    folder = Path(output) / "figures"
+    _write(folder / f"{slug}.svg", lambda part: figure.savefig(part, metadata={"Date": None}))
+    _write(folder / f"{slug}.png", lambda part: figure.savefig(part, dpi=150))
+    save_table(plotted, Path(output) / "data" / "figures" / f"{slug}.csv", {"figure": slug})
+
+
+def plot_cumulative(ax: plt.Axes, sigma: Tensor, label: str, **line) -> pd.DataFrame:
+    """Draw the share of Σσ² held by the first r components: median and 5-95 % band over heads.
+
+    sigma [heads, n]. Returns the plotted numbers.
+    """
+    held = _shares(sigma, 2).cumsum(-1).numpy()
+    low, median, high = np.quantile(held, [0.05, 0.5, 0.95], axis=0)
+    r = np.arange(1, held.shape[-1] + 1)
+    (drawn,) = ax.plot(r, median, label=label, **line)
+    ax.fill_between(r, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+    ax.set(xlabel="components r", ylabel="share of variance", xlim=(1, None), ylim=(0, 1.01))
+    table = {"curve": label, "components": r, "p5": low, "median": median, "p95": high}
+    return pd.DataFrame(table)
+
+
+def plot_head_map(ax: plt.Axes, ranks: Tensor, label: str, **heatmap) -> pd.DataFrame:
+    """Draw a number per head [layers, heads] as a layer × head map; returns the plotted numbers."""
+    values = np.asarray(ranks)
+    sns.heatmap(values, ax=ax, cmap="cividis", cbar_kws={"label": label}, **heatmap)
+    ax.set(xlabel="query head", ylabel="layer")
+    ax.tick_params(axis="both", rotation=0)
+    layer, head = np.indices(values.shape)
+    return pd.DataFrame({"layer": layer.ravel(), "head": head.ravel(), label: values.ravel()})
