@@ -21,6 +21,7 @@ import tempfile
 import tomllib
 import urllib.error
 import urllib.request
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,12 +32,16 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 import torch
+
+# tqdm, which transformers imports, asks every kernel without ipywidgets to install them.
+warnings.filterwarnings("ignore", message="IProgress not found")
+
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 ROOT = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("ATTENTION_SPECTRA_CACHE", ROOT / "data" / "cache"))
@@ -240,7 +245,7 @@ def key_incoherence(keys: Tensor) -> Tensor:
 
 
 class HeadWeights(NamedTuple):
-    """One layer's projections: W_Q [H, d, D], W_K [H_kv, d, D]; biases [H, d], [H_kv, d] or None."""
+    """One layer: W_Q [H, d, D] and W_K [H_kv, d, D], biases [H, d] and [H_kv, d] or None."""
 
     layer: int
     W_Q: Tensor
@@ -666,9 +671,7 @@ def _converted(name: str, sha256: str, gguf_bytes: Callable[[], bytes]) -> Path:
     return folder
 
 
-def token_window(
-    source: LoadedModel, text: LoadedText, context: int, offset: int = 200
-) -> Tensor:
+def token_window(source: LoadedModel, text: LoadedText, context: int, offset: int = 200) -> Tensor:
     """Tokens offset … offset + context - 1 of a text, no BOS: int64 [context].
 
     Raises ValueError if the text is too short or the context is beyond the model's limit.
@@ -736,7 +739,8 @@ def _require(provenance: dict, expected: dict, path: Path) -> None:
 
 def save_table(table: pd.DataFrame, path: Path, provenance: dict) -> None:
     """Write a table as CSV under `# key: value` lines of provenance; floats to six digits."""
-    head = [f"# {k}: {json.dumps(v, ensure_ascii=False)}" for k, v in _with_versions(provenance).items()]
+    facts = _with_versions(provenance).items()
+    head = [f"# {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in facts]
     body = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
     _write(Path(path), lambda part: part.write_text("\n".join([*head, body]), "utf-8"))
 
@@ -808,6 +812,41 @@ def claim_table(output: Path) -> pd.DataFrame:
     table["verdict"] = table["verdict"].fillna("not measured yet")
     columns = ["id", "statement", "paper", "reading", "model", "measured", "verdict", "notebook"]
     return table[columns].fillna("")
+
+
+def readme_tables(root: Path) -> dict[str, str]:
+    """The README's computed tables in Markdown, by name: `verdicts` and `notebooks`."""
+    claims = claim_table(root)
+    verdicts = claims[["id", "statement", "reading", "paper", "measured", "verdict"]].copy()
+    verdicts["verdict"] = "**" + verdicts["verdict"] + "**"
+    runtimes = load_table(root / "data" / "results" / "runtimes.csv").set_index("notebook")
+    rows = []
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        figures = sorted((root / "figures").glob(f"{path.stem[:2]}_*.svg"))
+        rows.append(
+            {
+                "notebook": f"[{path.stem}](notebooks/{path.name})",
+                "claims": ", ".join(claims.id[claims.notebook == path.stem].drop_duplicates()),
+                "figures": " ".join(
+                    f"[{figure.stem[3:]}](figures/{figure.name})" for figure in figures
+                ),
+                "seconds": runtimes["seconds"].get(path.stem, ""),
+                "peak MB": runtimes["peak_mb"].get(path.stem, ""),
+            }
+        )
+    tables = {"verdicts": verdicts, "notebooks": pd.DataFrame(rows)}
+    return {name: table.to_markdown(index=False) for name, table in tables.items()}
+
+
+def update_readme(root: Path) -> None:
+    """Put the computed tables between their `<!-- name -->` marks in README.md."""
+    path = root / "README.md"
+    text = path.read_text("utf-8")
+    for name, table in readme_tables(root).items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
+    _write(path, lambda part: part.write_text(text, "utf-8"))
 
 
 # ---------------------------------------------------------------------------------------------

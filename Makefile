@@ -1,0 +1,52 @@
+# Each target first makes .venv, if that is missing or older than the pins.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# The kernel named python3 is this environment's, whatever the user has installed besides.
+export JUPYTER_PATH := $(CURDIR)/.venv/share/jupyter
+# A backend set outside would suppress the figures in the notebooks.
+unexport MPLBACKEND
+
+# One notebook at a time: torch uses all cores. --nolock and --rerun-incomplete: a killed run
+# goes on where it stopped (the Snakefile keeps two runs apart). --force-use-threads: no worker
+# process outlives a killed run.
+SNAKEMAKE := $(BIN)/python -m snakemake --cores 1 --nolock --rerun-incomplete --force-use-threads
+CONFIG = $(if $(MODELS),models="$(MODELS)") $(if $(TEXTS),texts="$(TEXTS)")
+
+.PHONY: help results test lab publish clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+results: $(STAMP) ## run the notebooks, print the verdicts; MODELS="a b" TEXTS="c d" replace config.yaml's
+	@$(SNAKEMAKE) results $(if $(strip $(CONFIG)),--config $(CONFIG))
+
+test: $(STAMP) ## check style, then run every test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/python -m pytest
+
+lab: $(STAMP) ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab notebooks
+
+publish: $(STAMP) ## execute the committed notebooks in place, refresh the README's tables
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	    --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+	@$(SNAKEMAKE) readme
+
+clean: ## remove what runs and tools left, but keep downloads and .venv
+	rm -rf build .snakemake .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -path ./.venv -prune -o -type d \
+	    \( -name __pycache__ -o -name .ipynb_checkpoints -o -name '.part-*' \) -exec rm -rf {} +
+
+distclean: clean ## clean, and remove downloads and .venv too
+	rm -rf data/cache .venv
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
+	    sys.exit(f"Python {v[0]}.{v[1]} is too old: install 3.11 or newer, make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -r requirements.txt
+	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
+	@touch $@
