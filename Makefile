@@ -30,10 +30,11 @@ test: $(STAMP) ## check style, then run every test
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
 
-publish: $(STAMP) ## execute the committed notebooks in place, refresh the README's tables
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
-	    --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+publish: $(STAMP) ## refresh the README's tables, then execute the committed notebooks in place
 	@$(SNAKEMAKE) readme
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+	    --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True \
+	    notebooks/*.ipynb
 
 clean: ## remove what runs and tools left, but keep downloads and .venv
 	rm -rf build .snakemake .pytest_cache .ruff_cache .hypothesis *.egg-info

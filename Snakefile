@@ -132,9 +132,19 @@ rule results:
 
 
 rule readme:
+    input:
+        rules.results.input,
     run:
         import helpers
+        import pandas
 
+        timings = [
+            {"notebook": path.stem, "seconds": pandas.read_csv(path, sep="\t").s.sum()}
+            for path in sorted((BUILD / "benchmarks").rglob("*.tsv"))
+        ]
+        seconds = pandas.DataFrame(timings).groupby("notebook", as_index=False).sum().round(0)
+        facts = {"models": list(MODELS.values()), "texts": TEXTS, "context": config["context"]}
+        helpers.save_table(seconds, helpers.ROOT / "data/results/runtimes.csv", facts)
         helpers.update_readme(helpers.ROOT)
 
 

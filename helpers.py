@@ -831,7 +831,6 @@ def readme_tables(root: Path) -> dict[str, str]:
                     f"[{figure.stem[3:]}](figures/{figure.name})" for figure in figures
                 ),
                 "seconds": runtimes["seconds"].get(path.stem, ""),
-                "peak MB": runtimes["peak_mb"].get(path.stem, ""),
             }
         )
     tables = {"verdicts": verdicts, "notebooks": pd.DataFrame(rows)}

@@ -1,0 +1,344 @@
+"""Attention: a visitor sees what softmax sees, in order, and leaves the model as it was."""
+
+import copy
+import sys
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+
+import helpers
+
+FAMILIES = list(helpers.FAMILIES)
+ROTARY = [family for family in FAMILIES if family != "gpt2"]
+TOKENS = torch.randint(0, 61, (24,), generator=torch.Generator().manual_seed(2))
+
+
+def stock_logits(model, tokens):
+    with torch.no_grad():
+        return model(tokens[None], use_cache=False).logits[0]
+
+
+def recorded(model, tokens, **options):
+    """What the visitor was shown, one (layer, queries, keys, scale) a call."""
+    seen = []
+    helpers.record_attention(model, tokens, lambda *shown: seen.append(shown), **options)
+    return seen
+
+
+def attention_modules(model):
+    layers, attention, _ = helpers.FAMILIES[model.config.model_type]
+    return [getattr(block, attention) for block in getattr(model.base_model, layers)]
+
+
+def attention_inputs(model, tokens):
+    """x [T, D] of every layer's attention, caught by hooks on the untouched model."""
+    inputs = []
+
+    def keep(module, args, kwargs):
+        inputs.append((args[0] if args else kwargs["hidden_states"])[0])
+
+    hooks = [m.register_forward_pre_hook(keep, with_kwargs=True) for m in attention_modules(model)]
+    stock_logits(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [*FAMILIES, "opt"])
+def test_recording_changes_nothing_and_visits_each_layer_once(tiny_model, family, implementation):
+    model, visits = tiny_model(family, implementation), []
+
+    def visit(layer, queries, keys, scale):
+        visits.append(layer)
+        head_dim = getattr(model.config, "head_dim", 6)
+        key_heads = getattr(model.config, "num_key_value_heads", 4)
+        assert queries.shape == (4, 24, head_dim)
+        assert keys.shape == (key_heads, 24, head_dim)
+
+    before = stock_logits(model, TOKENS)
+    logits = helpers.record_attention(model, TOKENS, visit)
+    assert visits == [0, 1, 2]
+    assert_close(logits, before)
+    assert torch.equal(stock_logits(model, TOKENS), before)
+    assert model.config._attn_implementation == implementation
+
+
+def rms_of_projection(attention, name, x, heads):
+    """What a query or key norm divides by, [heads, T, 1]; 1 where the family has none."""
+    if not hasattr(attention, f"{name}_norm"):
+        return 1
+    raw = getattr(attention, f"{name}_proj")(x).unflatten(-1, (heads, -1)).transpose(0, 1)
+    return (raw.square().mean(-1, keepdim=True) + attention.config.rms_norm_eps).sqrt()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "position"),
+    [*((family, "rotary") for family in FAMILIES), *((family, "content") for family in ROTARY)],
+)
+def test_weights_of_a_head_give_its_queries_and_keys(tiny_model, family, position):
+    """At position 0 the rotary embedding is the identity; before it, at every position."""
+    model = tiny_model(family)
+    compared = 1 if position == "rotary" else len(TOKENS)
+    layers = zip(
+        recorded(model, TOKENS, position=position),
+        helpers.head_weights(model),
+        attention_modules(model),
+        attention_inputs(model, TOKENS),
+        strict=True,
+    )
+    for (layer, queries, keys, _), weights, attention, x in layers:
+        assert weights.layer == layer
+        projections = [
+            ("q", queries, weights.W_Q, weights.b_Q),
+            ("k", keys, weights.W_K, weights.b_K),
+        ]
+        for name, shown, weight, bias in projections:
+            assert weight.shape == (len(shown), shown.shape[-1], 24)
+            assert (bias is None) == (family in ("mistral", "gemma3_text"))
+            assert weight.dtype == torch.float64
+            projected = x.double() @ weight.mT
+            if bias is not None:
+                projected = projected + bias[:, None]
+            projected = projected / rms_of_projection(attention, name, x, len(shown))
+            assert_close(
+                shown[:, :compared].double(), projected[:, :compared], atol=1e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_rotary_queries_are_the_content_turned(tiny_model, family):
+    model = tiny_model(family)
+    pairs = zip(recorded(model, TOKENS), recorded(model, TOKENS, position="content"), strict=True)
+    for turned, content in pairs:
+        for after, before in zip(turned[1:3], content[1:3], strict=True):
+            assert_close(after[:, 0], before[:, 0])
+            assert_close(after.norm(dim=-1), before.norm(dim=-1))
+            assert not torch.allclose(after[:, 1:], before[:, 1:], atol=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_softmax_of_the_recorded_logits_is_the_models_attention(tiny_model, family):
+    """Scale, grouping and what the visitor sees, against the weights the model itself returns."""
+    model, tokens = tiny_model(family), TOKENS[:16]
+    with torch.inference_mode():
+        attentions = model(tokens[None], output_attentions=True, use_cache=False).attentions
+    future = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    for layer, queries, keys, scale in recorded(model, tokens):
+        logits = scale * queries @ keys.repeat_interleave(len(queries) // len(keys), 0).mT
+        attention = logits.masked_fill(future, -torch.inf).softmax(-1)
+        assert_close(attention, attentions[layer][0])
+
+
+@pytest.mark.parametrize(
+    ("family", "scales"),
+    [
+        ("gpt2", [6**-0.5, 6**-0.5 / 2, 6**-0.5 / 3]),  # scaled by layer
+        ("llama", [8**-0.5] * 3),
+        ("gemma3_text", [50**-0.5] * 3),
+        ("opt", [1.0] * 3),  # its queries are scaled already
+    ],
+)
+def test_scale_is_the_models_own(tiny_model, family, scales):
+    assert [shown[3] for shown in recorded(tiny_model(family), TOKENS)] == pytest.approx(scales)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_later_tokens_never_reach_earlier_logits(tiny_model, family, implementation):
+    model, changed = tiny_model(family, implementation), TOKENS.clone()
+    changed[15:] = (changed[15:] + 1) % 61
+    one, other = (
+        helpers.record_attention(model, tokens, lambda *_: None) for tokens in (TOKENS, changed)
+    )
+    assert_close(one[:15], other[:15])
+    assert not torch.allclose(one[15:], other[15:], atol=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replacing_by_the_same_changes_nothing(tiny_model, family):
+    model = tiny_model(family)
+    logits = helpers.record_attention(
+        model, TOKENS, lambda layer, queries, keys, _: (queries, keys)
+    )
+    assert_close(logits, stock_logits(model, TOKENS))
+
+
+@pytest.mark.parametrize("position", ["rotary", "content"])
+@pytest.mark.parametrize("family", ROTARY)
+def test_replacing_by_zeros_makes_attention_uniform(tiny_model, family, position):
+    """As if W_Q and b_Q were zero, which makes every logit equal."""
+    model = tiny_model(family)
+    uniform = copy.deepcopy(model)
+    for attention in attention_modules(uniform):
+        for parameter in attention.q_proj.parameters():
+            parameter.data.zero_()
+
+    def zeros(layer, queries, keys, scale):
+        return torch.zeros_like(queries), torch.zeros_like(keys)
+
+    logits = helpers.record_attention(model, TOKENS, zeros, position=position)
+    assert_close(logits, stock_logits(uniform, TOKENS))
+    assert not torch.allclose(logits, stock_logits(model, TOKENS), atol=0.1)
+
+
+def test_centred_keys_of_full_rank_change_no_softmax(tiny_model):
+    """softmax(E) = softmax(Ẽ), in float64 factors that the model takes in its own precision."""
+    model = tiny_model("gpt2")
+
+    def full_rank(layer, queries, keys, scale):
+        return helpers.low_rank_factors(queries, keys, queries.shape[-1])
+
+    logits = helpers.record_attention(model, TOKENS, full_rank)
+    assert_close(logits, stock_logits(model, TOKENS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["rotary", "content"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_raising_visitor_leaves_the_model_as_it_was(tiny_model, implementation, position):
+    model = tiny_model("llama", implementation)
+    source = sys.modules[type(attention_modules(model)[0]).__module__]
+    before, rotate = stock_logits(model, TOKENS), source.apply_rotary_pos_emb
+
+    def fail(layer, *_):
+        raise ZeroDivisionError(f"layer {layer}")
+
+    with pytest.raises(ZeroDivisionError, match="layer 0"):
+        helpers.record_attention(model, TOKENS, fail, position=position)
+    assert model.config._attn_implementation == implementation
+    assert source.apply_rotary_pos_emb is rotate
+    assert torch.equal(stock_logits(model, TOKENS), before)
+
+
+def test_content_leaves_the_rotary_embedding_as_it_was(tiny_model):
+    model = tiny_model("qwen3")
+    source = sys.modules[type(attention_modules(model)[0]).__module__]
+    rotate = source.apply_rotary_pos_emb
+    recorded(model, TOKENS, position="content")
+    assert source.apply_rotary_pos_emb is rotate
+
+
+def test_a_model_that_never_calls_the_function_is_refused(tiny_model):
+    with pytest.raises(RuntimeError, match=r"^bloom: recorded layers \[\]"):
+        recorded(tiny_model("bloom"), TOKENS)
+
+
+def test_a_model_that_attends_twice_in_a_layer_is_refused(tiny_model, monkeypatch):
+    model = tiny_model("llama")
+    attention = attention_modules(model)[1]
+    once = attention.forward
+
+    def twice(*args, **kwargs):
+        once(*args, **kwargs)
+        return once(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", twice)
+    with pytest.raises(RuntimeError, match=r"^llama: recorded layers \[0, 1, 1, 2\]"):
+        recorded(model, TOKENS)
+
+
+def test_a_model_whose_logits_differ_is_refused(tiny_model):
+    model = copy.deepcopy(tiny_model("gpt2")).train()  # dropout: no two passes agree
+    with pytest.raises(RuntimeError, match=r"^gpt2: the recorded model's logits differ"):
+        recorded(model, TOKENS)
+
+
+def test_content_is_refused_without_a_rotary_embedding(tiny_model):
+    with pytest.raises(ValueError, match=r"gpt2 has no rotary embedding.*use position 'rotary'"):
+        recorded(tiny_model("gpt2"), TOKENS, position="content")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position", "message"),
+    [
+        (TOKENS, "before", "position must be 'rotary' or 'content', found 'before'"),
+        (TOKENS[None], "rotary", r"one sequence \[T\], found \(1, 24\)"),
+        (TOKENS[:0], "rotary", r"one sequence \[T\], found \(0,\)"),
+    ],
+)
+def test_recording_refuses_bad_arguments(tiny_model, tokens, position, message):
+    with pytest.raises(ValueError, match=message):
+        recorded(tiny_model("llama"), tokens, position=position)
+
+
+def test_one_token_can_be_recorded(tiny_model):
+    assert [shown[1].shape for shown in recorded(tiny_model("llama"), TOKENS[:1])] == [
+        (4, 1, 8)
+    ] * 3
+
+
+def test_weights_of_an_unknown_family_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="model type 'bloom' are not known here; known: gpt2"):
+        next(helpers.head_weights(tiny_model("bloom")))
+
+
+def test_weights_of_a_head_carry_no_gradient(tiny_model):
+    for weights in helpers.head_weights(tiny_model("qwen3")):
+        assert not any(part.requires_grad for part in weights[1:])
+
+
+@pytest.mark.parametrize("tokens", [2, 128, 129, 130, 300])
+def test_next_token_loss_is_the_mean_cross_entropy(tokens):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(tokens, 61, generator=generator)
+    token_ids = torch.randint(0, 61, (tokens,), generator=generator)
+    expected = torch.nn.functional.cross_entropy(logits[:-1], token_ids[1:]).item()
+    assert helpers.next_token_loss(logits, token_ids) == pytest.approx(expected, rel=1e-6)
+
+
+def test_next_token_loss_of_one_token_is_refused():
+    with pytest.raises(ValueError, match="token"):
+        helpers.next_token_loss(torch.zeros(1, 61), torch.zeros(1, dtype=torch.long))
+
+
+def test_default_model(smollm2):
+    """The numbers known for it: shape, precision, and the flat spectrum of its weights."""
+    config = smollm2.model.config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
+    assert {p.dtype for p in smollm2.model.parameters()} == {torch.float32}
+    assert not smollm2.model.training
+    ranks = []
+    for weights in helpers.head_weights(smollm2.model):
+        grouped = weights.W_Q.unflatten(0, (3, 3))
+        sigma = helpers.product_singular_values(grouped.mT, weights.W_K.mT[:, None])
+        ranks.append(helpers.threshold_rank(sigma).flatten())
+    ranks = torch.cat(ranks)
+    assert len(ranks) == 270
+    assert (ranks.min(), ranks.median(), ranks.max()) == (4, 37, 47)
+
+
+@pytest.fixture(scope="module")
+def alice(smollm2):
+    """Loss, and r90 of every head over the first 256 and 1,024 tokens of the window on Alice."""
+    tokens = helpers.token_window(smollm2, helpers.load_text("alice"), 1024)
+    ranks = {256: [], 1024: []}
+
+    def visit(layer, queries, keys, scale):
+        for context, found in ranks.items():
+            sigma = helpers.logit_singular_values(queries[:, :context], keys[:, :context], scale)
+            found.append(helpers.threshold_rank(sigma))
+
+    logits = helpers.record_attention(smollm2.model, tokens, visit)
+    loss = helpers.next_token_loss(logits, tokens)
+    return loss, {context: torch.cat(found).double() for context, found in ranks.items()}
+
+
+def test_loss_on_alice(alice):
+    assert alice[0] == pytest.approx(3.165, abs=0.01)
+
+
+@pytest.mark.parametrize(("context", "median"), [(256, 10), (1024, 13)])
+def test_logit_field_on_alice(alice, context, median):
+    ranks = alice[1][context]
+    assert len(ranks) == 270
+    assert ranks.median() == median
+
+
+def test_default_model_loads_from_the_cache_without_the_network(smollm2, monkeypatch):
+    monkeypatch.setattr(helpers, "_archive", None)  # calling it would fail
+    again = helpers.load_model("smollm2-135m")
+    assert again.provenance == smollm2.provenance
+    assert isinstance(again.model, transformers.LlamaForCausalLM)

@@ -1,0 +1,288 @@
+"""The notebooks: their form, their stored outputs, runs with other parameters, and the README."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import matplotlib.image
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+
+import helpers
+
+NOTEBOOKS = sorted((helpers.ROOT / "notebooks").glob("*.ipynb"))
+BY_NAME = {"argvalues": NOTEBOOKS, "ids": [path.stem for path in NOTEBOOKS]}
+# A tiny run: two texts, short windows.
+SMALL = ["texts=alice king-james", "context=128", "stability_context=96"]
+
+
+def code_cells(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def tagged(cells, tag):
+    return [cell for cell in cells if tag in cell.metadata.get("tags", [])]
+
+
+def run(*command, cwd, **options):
+    """Run a Python module as a user would, from `cwd`; returns the finished process."""
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def last_line(process):
+    return process.stderr.strip().splitlines()[-1]
+
+
+def snakemake(output, *targets):
+    settings = [*SMALL, f"output={output}", f"build={output}/build"]
+    return ["snakemake", "--cores", "1", "--nolock", "--rerun-incomplete", "--force-use-threads",
+            "--snakefile", helpers.ROOT / "Snakefile", *targets, "--config", *settings]  # fmt: skip
+
+
+# ---- Form -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", **BY_NAME)
+def test_committed_executed_from_top_to_bottom(path):
+    notebook = nbformat.read(path, as_version=4)
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "papermill" not in path.read_text("utf-8").split('"metadata"')[-1]
+    assert not any({"papermill", "execution"} & cell.metadata.keys() for cell in notebook.cells)
+    assert path.stat().st_size < 1_000_000
+    errors = [out for cell in cells for out in cell.outputs if out.output_type == "error"]
+    assert errors == []
+
+
+@pytest.mark.parametrize("path", **BY_NAME)
+def test_cells_are_short_and_outputs_compared(path):
+    cells = code_cells(path)
+    lines = [len([x for x in cell.source.splitlines() if x.strip()]) for cell in cells]
+    assert max(lines) <= 25
+    compared = tagged(cells, "nbval-check-output")
+    assert len(compared) >= 5
+    for cell in compared:
+        # nbval compares text; a picture alone would compare nothing.
+        assert any(out.output_type in ("stream", "execute_result") for out in cell.outputs)
+    warned = [o for c in compared for o in c.outputs if o.get("name") == "stderr"]
+    assert warned == []
+
+
+@pytest.mark.parametrize("path", **BY_NAME)
+def test_parameters_are_plain_literals(path):
+    (parameters,) = tagged(code_cells(path), "parameters")
+    for statement in ast.parse(parameters.source).body:
+        assert isinstance(statement, ast.Assign)
+        ast.literal_eval(statement.value)
+
+
+@pytest.mark.parametrize("path", **BY_NAME)
+def test_outputs_name_no_path_of_a_machine(path):
+    outputs = json.dumps([cell.outputs for cell in code_cells(path)])
+    assert str(helpers.ROOT) not in outputs
+    assert re.search(r"/(home|root|tmp|Users)/", outputs) is None
+
+
+# ---- Stored outputs against a new run ---------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def rerun(tmp_path_factory):
+    """nbval over a copy of all notebooks, in order and outside the repository: results by name."""
+    folder = tmp_path_factory.mktemp("nbval")
+    for path in NOTEBOOKS:
+        shutil.copy(path, folder)
+    options = ["--nbval-lax", "--nbval-kernel-name=python3", "--junit-xml=report.xml"]
+    done = run(
+        "pytest", *options, "-p", "no:cacheprovider", *(p.name for p in NOTEBOOKS), cwd=folder
+    )
+    assert (folder / "report.xml").is_file(), done.stdout + done.stderr
+    cases = ET.parse(folder / "report.xml").iter("testcase")
+    results = {path.stem: [] for path in NOTEBOOKS}
+    for case in cases:
+        name = next(
+            stem for stem in results if stem in f"{case.get('classname')}{case.get('name')}"
+        )
+        faults = [f.get("message") or f.text for f in [*case.iter("failure"), *case.iter("error")]]
+        results[name].append((case.get("name"), faults))
+    return folder, results
+
+
+@pytest.mark.parametrize("path", **BY_NAME)
+def test_stored_outputs_are_reproduced(path, rerun):
+    results = rerun[1][path.stem]
+    assert len(results) == len(code_cells(path))
+    assert [(name, faults) for name, faults in results if faults] == []
+
+
+def test_rerun_leaves_the_published_numbers(rerun):
+    """The run's tables equal the committed ones: the integers exactly, the floats to 1e-3."""
+    folder = rerun[0]
+    committed = sorted((helpers.ROOT / "data" / "results").rglob("*.csv"))
+    compared = 0
+    for path in committed:
+        again = folder / path.relative_to(helpers.ROOT)
+        if path.name in ("runtimes.csv", "bench.csv"):
+            continue
+        pd.testing.assert_frame_equal(
+            helpers.load_table(again), helpers.load_table(path), rtol=1e-3, atol=1e-6
+        )
+        compared += 1
+    assert compared >= 10
+
+
+# ---- Runs with other parameters ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """The whole workflow on a small configuration, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("small")
+    done = run(*snakemake(folder, "results"), cwd=helpers.ROOT)
+    return folder, done
+
+
+def results_of(folder):
+    """Every result file of a run with its bytes."""
+    tables = sorted((folder / "data").rglob("*.*"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in tables}
+
+
+def test_workflow_writes_tables_figures_and_verdicts(small_run):
+    folder, done = small_run
+    assert done.returncode == 0, done.stderr
+    model = folder / "data" / "results" / "smollm2-135m"
+    table = helpers.load_table(model / "alice_logit_heads.csv", context=128, mask="full")
+    assert len(table) == 270
+    for name in ("weight_heads.csv", "king-james_logit_heads.safetensors", "alice_stability.csv"):
+        assert (model / name).is_file()
+    claims = helpers.claim_table(folder)
+    assert set(claims.verdict) <= set(helpers.VERDICTS)
+    for claim in helpers.load_claims():
+        assert claim in done.stdout
+    assert list(folder.rglob(".part-*")) == []
+
+
+def test_killed_workflow_resumes_to_the_same_results(small_run, tmp_path):
+    command = [sys.executable, "-m", *map(str, snakemake(tmp_path, "results"))]
+    process = subprocess.Popen(
+        command, cwd=helpers.ROOT, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    heads = tmp_path / "data" / "results" / "smollm2-135m" / "weight_heads.csv"
+    while not heads.exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    finished = {p: p.stat().st_mtime_ns for p in (tmp_path / "build/notebooks").rglob("*.ipynb")}
+    assert finished
+    done = run(*snakemake(tmp_path, "results"), cwd=helpers.ROOT)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert results_of(tmp_path) == results_of(small_run[0])
+
+
+def papermill(notebook, cwd, **parameters):
+    command = ["papermill", helpers.ROOT / "notebooks" / notebook, "out.ipynb", "-k", "python3"]
+    for name, value in parameters.items():
+        command += ["-y", json.dumps({name: value})]
+    return run(*command, "--no-progress-bar", cwd=cwd)
+
+
+def test_own_text_from_another_folder(tmp_path):
+    words = helpers.load_text("paradise-lost").text[:6000]
+    (tmp_path / "my text.txt").write_text(words, "utf-8")
+    done = papermill("04_logit_spectra.ipynb", tmp_path, context=256, texts=["my text.txt"])
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.rglob("my-text-txt_logit_heads.csv")
+    assert len(helpers.load_table(table, context=256)) == 270
+    assert table.is_relative_to(tmp_path / "data" / "results" / "smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("notebook", "parameters", "message"),
+    [
+        ("03_weight_spectra", {"model": "smollm2"}, r"unknown model 'smollm2': did you mean 'smol"),
+        ("04_logit_spectra", {"texts": ["alicia"]}, r"unknown text 'alicia': did you mean 'alice'"),
+        ("04_logit_spectra", {"texts": ["no.txt"]}, r"text file 'no.txt' not found from"),
+        ("04_logit_spectra", {"texts": ["short.txt"]}, r"has 2 tokens, the window needs 1224"),
+        ("04_logit_spectra", {"context": 9000}, r"context 9000 is beyond the 8192 positions"),
+        ("04_logit_spectra", {"position": "sideways"}, r"position must be .*'sideways'"),
+        ("04_logit_spectra", {"mask": "half"}, r"mask must be .*'half'"),
+        ("05_gap_statistics", {"models": ["absent"]}, r"weight_heads.csv is missing: run"),
+        ("06_stability_bound", {"ranks": [65]}, r"rank.* 64.*65"),
+        ("06_stability_bound", {"context": 0}, r"context must be at least 1.* 0"),
+    ],
+)
+def test_bad_parameters_end_with_one_line(notebook, parameters, message, tmp_path):
+    (tmp_path / "short.txt").write_text("Hello there")
+    done = papermill(f"{notebook}.ipynb", tmp_path, **parameters)
+    assert done.returncode != 0
+    assert re.search(message, last_line(done)), done.stderr[-2000:]
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left <= {"short.txt", "out.ipynb"}
+
+
+def test_workflow_refuses_an_unknown_setting(tmp_path):
+    done = run(*snakemake(tmp_path, "results"), "contxt=64", cwd=helpers.ROOT)
+    assert done.returncode != 0
+    assert "no key 'contxt'" in done.stderr
+
+
+def test_failed_workflow_ends_with_the_message(tmp_path):
+    done = run(*snakemake(tmp_path, "results"), "context=9000", cwd=helpers.ROOT)
+    assert done.returncode != 0
+    assert re.search(r"context 9000 is beyond the 8192 positions", last_line(done)), done.stderr
+
+
+# ---- What is published ------------------------------------------------------------------------
+
+
+def figure_slugs():
+    return sorted(path.stem for path in (helpers.ROOT / "figures").glob("*.png"))
+
+
+@pytest.mark.parametrize("slug", figure_slugs())
+def test_figures_are_drawn_and_have_their_numbers(slug):
+    picture = matplotlib.image.imread(helpers.ROOT / "figures" / f"{slug}.png")
+    assert min(picture.shape[:2]) > 300
+    assert picture[..., :3].std() > 0.02
+    assert (helpers.ROOT / "figures" / f"{slug}.svg").stat().st_size > 2000
+    numbers = helpers.load_table(helpers.ROOT / "data" / "figures" / f"{slug}.csv", figure=slug)
+    assert len(numbers) >= 2
+    assert np.isfinite(numbers.select_dtypes("number").to_numpy()).any()
+
+
+def test_every_figure_belongs_to_a_notebook():
+    sources = {path.stem[:2]: path.read_text("utf-8") for path in NOTEBOOKS}
+    for slug in figure_slugs():
+        assert re.sub(r"_smollm2-135m$", "", slug) in sources[slug[:2]]
+
+
+def test_readme_tables_are_the_computed_ones():
+    readme = (helpers.ROOT / "README.md").read_text("utf-8")
+    for name, table in helpers.readme_tables(helpers.ROOT).items():
+        assert f"<!-- {name} -->\n{table}\n<!-- /{name} -->" in readme
+
+
+def test_every_claim_is_answered_once_per_model():
+    claims = helpers.claim_table(helpers.ROOT)
+    assert set(claims.verdict) <= set(helpers.VERDICTS)
+    assert not claims.duplicated(["id", "model"]).any()

@@ -1,0 +1,295 @@
+"""Results: tables and spectra with their provenance, written whole or not at all; claims."""
+
+import json
+import math
+import tomllib
+
+import pandas as pd
+import pytest
+import safetensors
+import torch
+from pandas.testing import assert_frame_equal
+
+import helpers
+
+PROVENANCE = {"model": "tiny", "text": "poème", "window": [200, 1224], "loss": 3.165, "seed": None}
+TABLE = pd.DataFrame(
+    {"layer": [0, 0, 1], "head": [0, 1, 0], "r90": [12, 7, 31], "mean": [0.5, 1 / 3, 1e-9]}
+)
+SPECTRA = torch.rand(3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def files_in(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+def test_a_table_comes_back_with_its_provenance(tmp_path):
+    path = tmp_path / "tiny" / "heads.csv"
+    helpers.save_table(TABLE, path, PROVENANCE)
+    loaded = helpers.load_table(path)
+    expected = TABLE.assign(mean=[0.5, 0.333333, 1e-9])  # six digits
+    assert_frame_equal(loaded, expected, check_exact=True)
+    assert PROVENANCE.items() <= loaded.attrs.items()
+    assert loaded.attrs["torch"] == torch.__version__
+    assert {"transformers", "numpy"} <= loaded.attrs.keys()
+    assert files_in(tmp_path) == ["tiny", "tiny/heads.csv"]
+
+
+def test_a_table_is_a_plain_csv_file_under_its_comments(tmp_path):
+    helpers.save_table(TABLE, tmp_path / "heads.csv", PROVENANCE)
+    lines = (tmp_path / "heads.csv").read_text("utf-8").splitlines()
+    assert lines[:3] == ['# model: "tiny"', '# text: "poème"', "# window: [200, 1224]"]
+    assert lines[-4:] == [
+        "layer,head,r90,mean",
+        "0,0,12,0.5",
+        "0,1,7,0.333333",
+        "1,0,31,1e-09",
+    ]
+    plain = pd.read_csv(tmp_path / "heads.csv", comment="#")
+    assert_frame_equal(plain, helpers.load_table(tmp_path / "heads.csv"))
+
+
+def test_cells_that_look_like_comments_are_cells(tmp_path):
+    table = pd.DataFrame({"curve": ["# heads", "a: b"], "value": [1, 2]})
+    helpers.save_table(table, tmp_path / "t.csv", PROVENANCE)
+    assert_frame_equal(helpers.load_table(tmp_path / "t.csv"), table)
+
+
+def test_spectra_come_back_as_float32_with_their_provenance(tmp_path):
+    path = tmp_path / "tiny" / "heads.safetensors"
+    helpers.save_spectra(SPECTRA.transpose(0, 1), path, PROVENANCE)
+    loaded = helpers.load_spectra(path, **PROVENANCE)
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded, SPECTRA.transpose(0, 1).float())
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = {key: json.loads(value) for key, value in file.metadata().items()}
+    assert PROVENANCE.items() <= metadata.items()
+    assert metadata["torch"] == torch.__version__
+    assert files_in(tmp_path) == ["tiny", "tiny/heads.safetensors"]
+
+
+SAVED = [
+    (helpers.save_table, helpers.load_table, TABLE),
+    (helpers.save_spectra, helpers.load_spectra, SPECTRA),
+]
+
+
+@pytest.mark.parametrize(("save", "load", "content"), SAVED)
+@pytest.mark.parametrize(
+    ("key", "value"), [("model", "other"), ("window", [0, 1024]), ("context", 512), ("text", None)]
+)
+def test_results_made_otherwise_are_refused(tmp_path, save, load, content, key, value):
+    save(content, tmp_path / "results", PROVENANCE)
+    load(tmp_path / "results", model="tiny", window=[200, 1224])
+    found = PROVENANCE.get(key)
+    with pytest.raises(ValueError, match=f"made with {key} ") as raised:
+        load(tmp_path / "results", **{"model": "tiny", key: value})
+    message = str(raised.value)
+    assert f"made with {key} {found!r}, expected {value!r}" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("save", "load", "content"), SAVED)
+def test_a_missing_result_is_named(tmp_path, save, load, content):
+    with pytest.raises(FileNotFoundError, match=r"nothing is missing: run the notebook that"):
+        load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_writer_that_fails_leaves_the_old_file_alone(tmp_path, error):
+    path = tmp_path / "table.csv"
+    path.write_text("old")
+
+    def half(part):
+        part.write_text("half")
+        raise error
+
+    with pytest.raises(type(error)):
+        helpers._write(path, half)
+    assert path.read_text() == "old"
+    assert files_in(tmp_path) == ["table.csv"]
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "table.csv"
+
+    def slowly(part):
+        part.write_text("half")
+        assert not path.exists()
+        part.write_text("whole")
+
+    helpers._write(path, slowly)
+    assert path.read_text() == "whole"
+    assert files_in(tmp_path) == ["new", "new/table.csv"]
+
+
+def test_results_go_to_the_repository_only_from_inside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(helpers.ROOT / "tests")
+    assert helpers.output_folder() == helpers.ROOT
+    monkeypatch.chdir(tmp_path)
+    assert helpers.output_folder() == tmp_path
+    assert helpers.output_folder("mine") == tmp_path / "mine"
+
+
+# Claims ---------------------------------------------------------------------------------------
+
+
+def test_every_claim_is_complete_and_named_once():
+    entries = tomllib.loads((helpers.ROOT / "data" / "claims.toml").read_text("utf-8"))["claim"]
+    claims = helpers.load_claims()
+    assert list(claims) == [entry["id"] for entry in entries]  # no id twice, in the file's order
+    for claim in claims.values():
+        assert {"statement", "paper", "reading", "notebook"} <= claim.keys()
+        assert claim.get("low", 0) < claim.get("high", 1)
+        assert ("low" in claim) == ("high" in claim)
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "low", "high"), [("P2-heads", 2, 11), ("P3-means", 38, 75), ("P4-heads", 5, 25)]
+)
+def test_ranges_are_the_papers(claim_id, low, high):
+    claim = helpers.load_claims()[claim_id]
+    assert (claim["low"], claim["high"], claim["paper"]) == (low, high, f"{low}-{high}")
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([2, 5, 11], "reproduced"),
+        ([2.0], "reproduced"),
+        (7, "reproduced"),
+        ([1, 5], "partly"),
+        ([11, 11.001], "partly"),
+        ([5, math.nan], "partly"),
+        ([1.999, 12], "not reproduced"),
+        ([math.nan], "not reproduced"),
+        (torch.tensor([[3, 12], [4, 5]]), "partly"),
+    ],
+)
+def test_verdict_of_a_range(values, verdict):
+    assert helpers.range_verdict(values, 2, 11) == verdict
+
+
+def test_no_values_are_no_verdict():
+    with pytest.raises(ValueError, match="value"):
+        helpers.range_verdict([], 2, 11)
+
+
+def test_an_answer_is_a_line_and_a_row(capsys):
+    row = helpers.answer("P2-heads", "13 of 64", "partly", "tiny")
+    assert capsys.readouterr().out == "P2-heads  paper: 2-11  measured: 13 of 64  -> partly\n"
+    assert row == {"id": "P2-heads", "model": "tiny", "measured": "13 of 64", "verdict": "partly"}
+
+
+@pytest.mark.parametrize("verdict", ["true", "Reproduced", ""])
+def test_an_answer_in_other_words_is_refused(verdict):
+    with pytest.raises(ValueError, match="verdict must be one of reproduced, partly"):
+        helpers.answer("P2-heads", "13", verdict)
+
+
+def test_an_answer_to_no_claim_is_refused():
+    with pytest.raises((KeyError, ValueError), match="P99"):
+        helpers.answer("P99", "13", "partly")
+
+
+def save_answers(path, *rows):
+    helpers.save_table(pd.DataFrame(rows), path, {})
+
+
+def test_claim_table_joins_every_answer(tmp_path, capsys):
+    results = tmp_path / "data" / "results"
+    save_answers(results / "claims_02.csv", helpers.answer("T1", "within 2e-16", "reproduced"))
+    for model in ("a", "b"):
+        row = helpers.answer("P3-heads", "4-47", "partly", model)
+        save_answers(results / model / "claims_03.csv", row)
+    table = helpers.claim_table(tmp_path)
+    claims = helpers.load_claims()
+    assert list(dict.fromkeys(table["id"])) == list(claims)  # every claim, in order
+    assert len(table) == len(claims) + 1
+    assert table.columns.tolist() == [
+        *("id", "statement", "paper", "reading", "model", "measured", "verdict", "notebook")
+    ]
+    answers = table.set_index("id")[["model", "measured", "verdict"]]
+    assert answers.loc["T1"].tolist() == ["", "within 2e-16", "reproduced"]
+    assert answers.loc["P3-heads"].values.tolist() == [
+        ["a", "4-47", "partly"],
+        ["b", "4-47", "partly"],
+    ]
+    assert answers.loc["P6"].tolist() == ["", "", "not measured yet"]
+    assert table.set_index("id").loc["P6", "statement"] == claims["P6"]["statement"]
+
+
+def test_claim_table_without_any_result(tmp_path):
+    table = helpers.claim_table(tmp_path)
+    assert len(table) == len(helpers.load_claims())
+    assert set(table["verdict"]) == {"not measured yet"}
+
+
+@pytest.mark.parametrize("measured", ["0.90", "34.50", "1e3", "5"])
+def test_claim_table_shows_the_words_of_the_answer(tmp_path, measured, capsys):
+    results = tmp_path / "data" / "results"
+    save_answers(results / "claims_02.csv", helpers.answer("T1", measured, "partly", "tiny"))
+    found = helpers.claim_table(tmp_path).set_index("id").loc["T1"]
+    assert (found["measured"], found["model"]) == (measured, "tiny")
+
+
+# README ---------------------------------------------------------------------------------------
+
+README = """# Title
+
+<!-- verdicts -->
+old
+<!-- /verdicts -->
+Between.
+<!-- notebooks -->
+<!-- /notebooks -->
+Last line.
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, capsys):
+    """A small repository: one notebook with a figure, its runtime, one answer, a README."""
+    results = tmp_path / "data" / "results"
+    save_answers(results / "claims_02.csv", helpers.answer("T1", "0.90", "partly"))
+    times = {"notebook": ["02_two_token_control"], "seconds": [12], "peak_mb": [640]}
+    helpers.save_table(pd.DataFrame(times), results / "runtimes.csv", {})
+    for name in ("notebooks/02_two_token_control.ipynb", "figures/02_softmax_bound.svg"):
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.touch()
+    (tmp_path / "README.md").write_text(README)
+    return tmp_path
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_readme_takes_in_the_computed_tables(repository):
+    helpers.update_readme(repository)
+    text = (repository / "README.md").read_text("utf-8")
+    outside = [line for line in text.splitlines() if not line.startswith("|")]
+    assert outside == [line for line in README.splitlines() if line != "old"]
+    rows = {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("|")}
+    claims = helpers.load_claims()
+    claim = claims["T1"]
+    assert claims.keys() <= rows.keys()
+    assert rows["T1"] == [
+        *("T1", claim["statement"], claim["reading"], claim["paper"], "0.90", "**partly**")
+    ]
+    assert rows["P6"][-2:] == ["", "**not measured yet**"]
+    assert rows["[02_two_token_control](notebooks/02_two_token_control.ipynb)"] == [
+        "[02_two_token_control](notebooks/02_two_token_control.ipynb)",
+        "T1",
+        "[softmax_bound](figures/02_softmax_bound.svg)",
+        "12",
+        "640",
+    ]
+
+
+def test_readme_updated_twice_is_the_same(repository):
+    helpers.update_readme(repository)
+    once = (repository / "README.md").read_text("utf-8")
+    helpers.update_readme(repository)
+    assert (repository / "README.md").read_text("utf-8") == once

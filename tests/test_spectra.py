@@ -1,0 +1,432 @@
+"""Spectra: every identity against the dense float64 computation."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import helpers
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def conditioned(tokens, head_dim, condition, seed):
+    """[tokens, head_dim] with singular values from 1 down to 1/condition, in random bases."""
+    left, right = (torch.linalg.qr(gaussian(n, head_dim, seed=seed)).Q for n in (tokens, head_dim))
+    return left * torch.logspace(0, -math.log10(condition), head_dim) @ right.mT
+
+
+def assert_same_spectrum(found, dense, rounding=None):
+    """To 1e-10 of the largest value, and with the same r90 and r99.
+
+    A spectrum that is rounding and nothing else has no such digits: then it is at most `rounding`.
+    """
+    count = found.shape[-1]
+    allowed = 1e-10 * dense[..., :1] if rounding is None else rounding
+    assert found.dtype == torch.float64
+    assert (found.diff(dim=-1) <= 0).all()
+    assert ((found - dense[..., :count]).abs() <= allowed).all()
+    assert (dense[..., count:] <= allowed).all()  # no more components than head dimensions
+    if rounding is None:
+        for share in (0.9, 0.99):
+            ranks = [helpers.threshold_rank(sigma, share) for sigma in (found, dense)]
+            assert torch.equal(*ranks)
+
+
+def assert_dense(left, right):
+    dense = torch.linalg.svdvals(left.double() @ right.double().mT)
+    found = helpers.product_singular_values(left, right)
+    assert found.shape[-1] == min(left.shape[-2], right.shape[-2], left.shape[-1])
+    assert_same_spectrum(found, dense)
+
+
+@pytest.fixture
+def qr_heads(monkeypatch):
+    """One entry per call of the QR fallback: how many heads it was given."""
+    heads, by_qr = [], helpers._qr_singular_values
+
+    def counting(left, right):
+        heads.append(math.prod(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])))
+        return by_qr(left, right)
+
+    monkeypatch.setattr(helpers, "_qr_singular_values", counting)
+    return heads
+
+
+SHAPES = {
+    "no batch": ((40, 8), (30, 8)),
+    "one head": ((1, 40, 8), (1, 40, 8)),
+    "batch of two dimensions": ((2, 3, 40, 8), (2, 3, 30, 8)),
+    "right broadcast": ((2, 3, 40, 8), (3, 40, 8)),
+    "both broadcast": ((2, 1, 40, 8), (1, 3, 40, 8)),
+    "groups of 1": ((2, 1, 40, 8), (2, 1, 40, 8)),
+    "groups of 3": ((2, 3, 40, 8), (2, 1, 40, 8)),
+    "groups of 7": ((2, 7, 40, 8), (2, 1, 40, 8)),
+    "T = d": ((3, 8, 8), (3, 8, 8)),
+    "T < d": ((3, 5, 8), (3, 5, 8)),
+    "T < d on the left": ((3, 5, 8), (3, 40, 8)),
+    "T < d on the right": ((7, 40, 8), (1, 5, 8)),
+    "T = 1": ((3, 1, 8), (3, 1, 8)),
+    "d = 1": ((3, 40, 1), (3, 40, 1)),
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_product_of_any_shape(shapes):
+    left, right = (gaussian(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    assert_dense(left, right)
+
+
+def rank_deficient():
+    return gaussian(40, 5) @ gaussian(5, 8, seed=1), gaussian(40, 8, seed=2)
+
+
+def orthogonal():
+    """Two factors of full rank that share one direction only: a product of rank one."""
+    left, right = gaussian(40, 8), gaussian(40, 8, seed=1)
+    return left * torch.arange(8).ge(3), right * torch.arange(8).le(3)
+
+
+HARD = {
+    "condition 1e6": (conditioned(40, 8, 1e6, 1), conditioned(30, 8, 1e6, 2)),
+    "condition 1e12": (conditioned(40, 8, 1e12, 1), conditioned(30, 8, 1e12, 2)),
+    "left of condition 1e9": (conditioned(40, 8, 1e9, 1), gaussian(30, 8)),
+    "right of condition 1e9": (gaussian(40, 8), conditioned(30, 8, 1e9, 1)),
+    "left of rank 5": rank_deficient(),
+    "right of rank 5": rank_deficient()[::-1],
+    "nearly orthogonal": orthogonal(),
+    "duplicated rows": (gaussian(40, 8), gaussian(4, 8, seed=1).repeat(10, 1)),
+    "constant rows": (gaussian(40, 8), gaussian(1, 8, seed=1).repeat(40, 1)),
+    "left zero": (torch.zeros(40, 8), gaussian(40, 8)),
+    "constant column": (gaussian(40, 8), gaussian(40, 8, seed=1) * torch.arange(8).gt(0)),
+}
+
+
+@pytest.mark.parametrize("factors", HARD.values(), ids=HARD)
+def test_product_of_singular_factors_goes_by_qr(factors, qr_heads):
+    assert_dense(*factors)
+    assert qr_heads == [1]
+
+
+def test_product_of_ordinary_factors_needs_no_qr(qr_heads):
+    assert_dense(gaussian(2, 3, 200, 64), gaussian(2, 1, 200, 64, seed=1))
+    assert_dense(conditioned(40, 8, 30, 1), conditioned(30, 8, 30, 2))
+    assert qr_heads == []
+
+
+def test_only_the_singular_head_goes_by_qr(qr_heads):
+    left, right = gaussian(2, 3, 40, 8), gaussian(2, 1, 40, 8, seed=1)
+    left[1, 2] = conditioned(40, 8, 1e8, 3)
+    assert_dense(left, right)
+    assert qr_heads == [1]
+
+
+@given(
+    st.floats(0, 13), st.floats(0, 13), st.integers(1, 60), st.integers(1, 60), st.integers(1, 12)
+)
+def test_product_at_any_condition(left, right, tokens, others, head_dim):
+    factors = []
+    for seed, (count, log) in enumerate([(tokens, left), (others, right)]):
+        factor = conditioned(max(count, head_dim), head_dim, 10**log, seed)[:count]
+        factors.append(factor)
+    assert_dense(*factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_product_of_any_dtype_is_done_in_float64(dtype):
+    assert_dense(gaussian(3, 40, 8).to(dtype), gaussian(3, 40, 8, seed=1).to(dtype))
+
+
+def test_product_of_non_contiguous_factors():
+    left, right = gaussian(40, 3, 16).transpose(0, 1)[..., ::2], gaussian(8, 30, seed=1).mT
+    before = left.clone()
+    assert not left.is_contiguous()
+    assert_dense(left, right)
+    assert torch.equal(left, before)
+
+
+def test_product_with_a_zero_factor_is_zero():
+    for factors in ((torch.zeros(40, 8), gaussian(40, 8)), (gaussian(40, 8), torch.zeros(40, 8))):
+        assert torch.equal(helpers.product_singular_values(*factors), torch.zeros(8).double())
+
+
+@pytest.mark.parametrize("size", [1e-150, 1e-90, 1e-30, 1e30, 1e90, 1e150])
+def test_product_of_any_size(size):
+    left, right = gaussian(2, 40, 8), gaussian(2, 40, 8, seed=1)
+    expected = torch.linalg.svdvals(left @ right.mT)[..., :8]
+    assert_close(helpers.product_singular_values(size * left, right) / size, expected)
+    assert_close(helpers.product_singular_values(size * left, size * right) / size / size, expected)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_product_refuses_what_is_not_finite(side, value):
+    factors = {"left": gaussian(2, 3, 40, 8), "right": gaussian(2, 3, 40, 8)}
+    factors[side][1, 2, 5, 3] = value
+    with pytest.raises(ValueError, match=rf"{side} factor of head \(1, 2\) has NaN or infinite"):
+        helpers.product_singular_values(**factors)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [
+        ((40, 8), (40, 6), r"same d, found \(40, 8\) and \(40, 6\)"),
+        ((8,), (40, 8), "same d"),
+        ((40, 8), (8,), "same d"),
+        ((0, 8), (40, 8), "empty"),
+        ((40, 8), (3, 0, 8), "empty"),
+    ],
+)
+def test_product_refuses_factors_that_do_not_fit(left, right, message):
+    with pytest.raises(ValueError, match=message):
+        helpers.product_singular_values(torch.ones(left), torch.ones(right))
+
+
+def test_centred_keys_keep_every_digit_under_a_large_mean():
+    spread = gaussian(40, 8).float()
+    keys = spread + 4096  # float32: a mean in float32, or K^T K - T k k^T, would lose the spread
+    exact = keys.double() - keys.double().mean(0)
+    assert_close(helpers.centred(keys), exact, rtol=0, atol=1e-10)
+    assert helpers.centred(keys).dtype == torch.float64
+
+
+def dense_fields(queries, keys, scale, row_centred):
+    """Every query head's T×T field, written out."""
+    group = len(queries) // len(keys)
+    fields = []
+    for head, query in enumerate(queries.double()):
+        logits = scale * query @ keys[head // group].double().mT
+        fields.append(logits - logits.mean(-1, keepdim=True) if row_centred else logits)
+    return torch.stack(fields)
+
+
+@pytest.mark.parametrize("row_centred", [True, False])
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_logit_field_against_dense(tokens, group, row_centred):
+    queries, keys = gaussian(2 * group, tokens, 8), 2 + gaussian(2, tokens, 8, seed=1)
+    found = helpers.logit_singular_values(queries, keys, 0.3, row_centred=row_centred)
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, row_centred))
+    assert found.shape == (2 * group, min(tokens, 8))
+    assert_same_spectrum(found, dense)
+
+
+def test_logit_field_is_row_centred_unless_told():
+    queries, keys = gaussian(2, 40, 8), gaussian(2, 40, 8, seed=1)
+    found = helpers.logit_singular_values(queries, keys, 1)
+    assert torch.equal(found, helpers.logit_singular_values(queries, keys, 1, row_centred=True))
+
+
+def duplicated(keys):
+    return keys[:, :4].repeat(1, 10, 1)
+
+
+def constant(keys):
+    return keys[:, :1].expand(-1, 40, -1)
+
+
+def low_rank(keys):
+    return keys * torch.arange(8).lt(5)
+
+
+def zero(keys):
+    return torch.zeros_like(keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "rank"), [(duplicated, 3), (constant, 0), (low_rank, 5), (zero, 0)]
+)
+def test_logit_field_of_degenerate_keys(change, rank):
+    queries, keys = gaussian(6, 40, 8), change(2 + gaussian(2, 40, 8, seed=1))
+    found = helpers.logit_singular_values(queries, keys, 0.3)
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True))
+    # Centred equal keys are rounding, and differently so on each route: neither r90 nor a
+    # relative error means anything there. It is small beside the factors.
+    size = queries.norm(dim=(-2, -1)) * keys.norm(dim=(-2, -1)).repeat_interleave(3)
+    rounding = 100 * EPS * size[:, None]
+    assert_same_spectrum(found, dense, rounding if rank == 0 else None)
+    assert ((found > rounding).sum(-1) == rank).all()
+
+
+def test_logit_field_names_both_shapes_when_heads_do_not_divide():
+    with pytest.raises(ValueError, match=r"multiple of H_kv, found \(3, 40, 8\) and \(2, 40, 8\)"):
+        helpers.logit_singular_values(gaussian(3, 40, 8), gaussian(2, 40, 8), 1)
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(1, 1), (5, 3), (30, 1), (30, 3)])
+def test_causal_field_against_a_row_by_row_construction(tokens, group):
+    queries, keys = gaussian(2 * group, tokens, 8).float(), 2 + gaussian(2, tokens, 8, seed=1)
+    expected = []
+    for head in range(2 * group):
+        field = torch.zeros(tokens, tokens, dtype=torch.float64)
+        for i in range(tokens):
+            row = 0.3 * keys[head // group, : i + 1] @ queries[head, i].double()
+            field[i, : i + 1] = row - row.mean()
+        expected.append(torch.linalg.svdvals(field))
+    found = helpers.causal_singular_values(queries, keys.float(), 0.3)
+    assert found.dtype == torch.float64
+    assert_close(found, torch.stack(expected), rtol=0, atol=1e-5)
+    exact = helpers.causal_singular_values(queries, keys, 0.3)
+    assert_close(exact, torch.stack(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("tokens", "rank"), [(40, 1), (40, 5), (40, 8), (5, 2), (5, 5)])
+def test_low_rank_factors_give_the_best_field_of_that_rank(tokens, rank, group):
+    queries, keys = gaussian(2 * group, tokens, 8), 2 + gaussian(2, tokens, 8, seed=1)
+    low_queries, low_keys = helpers.low_rank_factors(queries, keys, rank)
+    assert low_queries.shape == low_keys.shape == (2 * group, tokens, rank)
+    field = dense_fields(queries, keys, 0.3, True)
+    U, sigma, Vh = torch.linalg.svd(field)
+    best = U[..., :rank] * sigma[:, None, :rank] @ Vh[:, :rank]
+    assert_close(0.3 * low_queries @ low_keys.mT, best, rtol=0, atol=1e-11)
+    assert_close(low_keys.mT @ low_keys, torch.eye(rank).double().expand(2 * group, -1, -1))
+
+
+@pytest.mark.parametrize("rank", [0, -1, 9])
+def test_low_rank_factors_refuse_an_impossible_rank(rank):
+    with pytest.raises(ValueError, match=f"rank must be 1 to 8 .* found {rank}"):
+        helpers.low_rank_factors(gaussian(2, 40, 8), gaussian(2, 40, 8), rank)
+
+
+# Ranks of a spectrum ---------------------------------------------------------------------------
+
+RANKS = [
+    helpers.threshold_rank,
+    helpers.entropy_rank,
+    helpers.participation_ratio,
+    helpers.stable_rank,
+]
+SPECTRA = st.lists(st.integers(0, 1000), min_size=1, max_size=20)
+
+
+def least_rank(sigma, share):
+    """The definition, in exact arithmetic."""
+    squares = sorted((value**2 for value in sigma), reverse=True)
+    held = [sum(squares[:rank]) for rank in range(len(squares) + 1)]
+    return next(rank for rank, energy in enumerate(held) if energy >= share * held[-1])
+
+
+@given(SPECTRA, st.integers(1, 100))
+def test_threshold_rank_is_its_definition(sigma, percent):
+    expected = least_rank(sigma, Fraction(percent, 100))
+    found = helpers.threshold_rank(torch.tensor(sigma), percent / 100)
+    assert (found.dtype, found.item()) == (torch.int64, expected)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "share", "rank"),
+    [
+        ([3.0, 1.0], 0.9, 1),  # exactly 9 of 10: enough
+        ([3.0, 1.0], 0.91, 2),
+        ([1.0] * 10, 0.9, 9),
+        ([1.0] * 64, 0.9, 58),
+        ([1.0] * 10, 1.0, 10),
+        ([1.0, 1.0, 0.0], 1.0, 2),
+        ([0.1] * 10, 0.3, 3),  # 0.1 + 0.1 + 0.1 != 0.3
+        ([0.0, 0.0], 1.0, 0),
+        ([1.0, 5.0, 1.0], 0.9, 1),  # in any order
+    ],
+)
+def test_threshold_rank_of_known_spectra(sigma, share, rank):
+    assert helpers.threshold_rank(torch.tensor(sigma), share) == rank
+
+
+def test_threshold_rank_is_r90_by_default_and_keeps_the_batch():
+    sigma = torch.tensor([[[1.0] * 10, [1.0] + [0.0] * 9]])
+    assert helpers.threshold_rank(sigma).tolist() == [[9, 1]]
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.1, 90, math.nan, math.inf])
+def test_threshold_rank_refuses_a_share_that_is_none(share):
+    with pytest.raises(ValueError, match="share must be above 0 and at most 1, found"):
+        helpers.threshold_rank(torch.ones(3), share)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("sigma", [[1.0, math.nan], [1.0, math.inf], [1.0, -0.5], [], 1.0])
+def test_ranks_refuse_what_is_no_spectrum(rank, sigma):
+    with pytest.raises(ValueError, match="spectrum"):
+        rank(torch.tensor(sigma))
+
+
+@pytest.mark.parametrize("rank", RANKS[1:])
+def test_ranks_of_flat_single_and_zero_spectra(rank):
+    sigma = torch.zeros(3, 7)
+    sigma[0], sigma[1, 4] = 0.3, 1e-3
+    assert_close(rank(sigma), torch.tensor([7.0, 1.0, 0.0]).double())
+
+
+def test_ranks_of_a_spectrum_worked_by_hand():
+    sigma = torch.tensor([2.0, 1.0, 1.0])
+    assert_close(helpers.entropy_rank(sigma).item(), 2**1.5)  # p = 1/2, 1/4, 1/4
+    assert_close(helpers.participation_ratio(sigma).item(), 6**2 / (16 + 1 + 1))
+    assert_close(helpers.stable_rank(sigma).item(), 6 / 4)
+
+
+@given(SPECTRA.filter(any), st.integers(-200, 200), st.randoms(use_true_random=False))
+def test_ranks_are_bounded_and_know_neither_size_nor_order(sigma, exponent, random):
+    shuffled = random.sample(sigma, len(sigma))
+    spectra = torch.tensor(sigma).double(), torch.tensor(shuffled).double() * 10.0**exponent
+    for rank in RANKS:
+        found, other = (rank(spectrum).double().item() for spectrum in spectra)
+        assert math.isclose(found, other, rel_tol=1e-12)
+        assert 1 - 1e-12 <= found <= len(sigma) * (1 + 1e-12)
+    entropy, participation, stable = (rank(spectra[0]).item() for rank in RANKS[1:])
+    assert stable <= participation * (1 + 1e-12)
+    assert participation <= entropy * (1 + 1e-12)
+
+
+# Leverage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank"),
+    [
+        (3 + gaussian(2, 40, 8), 8),
+        (3 + gaussian(2, 5, 8), 4),
+        (low_rank(gaussian(2, 40, 8)), 5),
+        (duplicated(gaussian(2, 40, 8)), 3),
+        (1e-9 * gaussian(2, 40, 8).float(), 8),
+    ],
+    ids=["full", "T < d", "rank 5", "duplicated", "small"],
+)
+def test_leverage_is_the_diagonal_of_the_projector(keys, rank):
+    centred = keys.double() - keys.double().mean(-2, keepdim=True)
+    projector = centred @ torch.linalg.pinv(centred, rtol=1e-9)
+    found = helpers.leverage(keys)
+    assert found.dtype == torch.float64
+    assert_close(found, projector.diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-10)
+    assert_close(found.sum(-1), torch.full((2,), float(rank)).double())
+    expected = keys.shape[-2] / 8 * found.amax(-1)
+    assert_close(helpers.key_incoherence(keys), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 0.1, 1e6 / 3])
+def test_leverage_of_equal_keys_is_zero(value):
+    """Their centred keys have rank 0, though the mean of 0.1 is not 0.1 in floating point."""
+    for tokens in (3, 10, 40):
+        keys = torch.full((tokens, 4), value, dtype=torch.float64)
+        assert torch.equal(helpers.leverage(keys), torch.zeros(tokens).double())
+
+
+def test_key_incoherence_is_one_for_delocalised_keys():
+    hadamard = torch.ones(1, 1)
+    for _ in range(4):
+        hadamard = torch.kron(hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    assert_close(helpers.key_incoherence(hadamard[:, 1:5]).item(), 1.0)
+
+
+def test_key_incoherence_of_a_single_key_apart():
+    keys = torch.zeros(40, 1)
+    keys[7] = 5.0
+    assert_close(helpers.leverage(keys)[7].item(), 1 - 1 / 40)
+    assert_close(helpers.key_incoherence(keys).item(), 39.0)
