@@ -1,6 +1,6 @@
 """What two or more notebooks share: spectra, attention, sources, results, figures.
 
-Notation (DESIGN of the companion, and notebook 01): T tokens, D model width, d head dimension,
+Notation (as in notebook 01): T tokens, D model width, d head dimension,
 H query heads, H_kv key heads (H_kv divides H), s the logit scale. The logits of a head are
 E = s Q K^T; its row-centred field Ẽ = E (I - 11^T/T) = s Q (K - 1 k̄^T)^T.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import http.client
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -37,7 +40,7 @@ import torch
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -52,6 +55,20 @@ GUTENBERG = "https://www.gutenberg.org/cache/epub/{id}/pg{id}.txt"
 # ---------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def one_thread():
+    """Run torch on one thread: on matrices of a head's size threads wait more than they work,
+    and on a busy machine they made the spectra of a layer 30 times slower.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     """Singular values of ``left @ right.mT`` without forming the product.
 
@@ -60,7 +77,8 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     left^T left, the squares are the eigenvalues of the d×d matrix C^T (right^T right) C. Gram
     matrices square the condition number, so a head whose smallest value could be off by more
     than 1e-11 of its largest, or whose Gram matrix is singular, is done by thin QR instead.
-    Cost O((T + S) d²) a head, and right's Gram matrix is formed once however often it broadcasts.
+    Cost O((T + S) d²) a head, and right's Gram matrix is formed once however often it broadcasts;
+    memory beyond the factors: one head's factor in float64, and d×d for every head.
 
     Raises ValueError for mismatched d, an empty input, or a NaN or infinity (naming the head).
     """
@@ -71,30 +89,57 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
         )
     if 0 in left.shape or 0 in right.shape:
         raise ValueError(f"factors are empty: {tuple(left.shape)} and {tuple(right.shape)}")
-    for name, factor in (("left", left), ("right", right)):
-        finite = torch.isfinite(factor).all(dim=(-2, -1))
-        if not finite.all():
-            head = tuple((~finite).nonzero()[0].tolist())
-            raise ValueError(f"{name} factor of head {head} has NaN or infinite entries")
-    left, right = left.double(), right.double()
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    if min(left.shape[-2], right.shape[-2]) < left.shape[-1]:
-        return _qr_singular_values(left, right)
+    grams = _gram(left), _gram(right)
+    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in grams]
+    for name, factor, trace in zip(("left", "right"), (left, right), traces, strict=True):
+        if not trace.isfinite().all():  # a NaN or an infinity in a factor, or an overflow
+            _require_finite(name, factor)
+    # Outside this range a Gram matrix overflows, or underflows and loses digits.
+    in_range = all(((trace > 1e-280) & trace.isfinite()).all() for trace in traces)
+    if min(left.shape[-2], right.shape[-2]) < left.shape[-1] or not in_range:
+        return _qr_singular_values(left.double(), right.double())
 
-    gram_left, gram_right = left.mT @ left, right.mT @ right
-    factor, failed = torch.linalg.cholesky_ex(gram_left)
-    squares = torch.linalg.eigvalsh(factor.mT @ gram_right @ factor)
-    sigma = squares.clamp(min=0).sqrt().flip(-1)
+    # Each Gram matrix over its trace: of size 1, whatever the size of the factors.
+    left_size, right_size = (trace.sqrt() for trace in traces)
+    unit_left, unit_right = (
+        gram / trace.where(trace > 0, 1)[..., None, None]
+        for gram, trace in zip(grams, traces, strict=True)
+    )
+    root, failed = torch.linalg.cholesky_ex(unit_left)
+    sigma = _root_of_eigenvalues(root, unit_right)
     # First-order error of the smallest value: half the rounding of the product of Gram matrices
     # over that value. Written so that NaN counts as too large.
-    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (gram_left, gram_right)]
-    rounding = torch.finfo(torch.float64).eps / 2 * traces[0] * traces[1]
+    rounding = torch.finfo(torch.float64).eps / 2
     exact = (failed == 0) & (rounding <= 1e-11 * sigma[..., 0] * sigma[..., -1])
-    redo = ~exact.expand(batch)
+    sigma = sigma * (left_size * right_size).unsqueeze(-1)
+    redo = ~exact
     if redo.any():
-        chosen = [f.expand(*batch, *f.shape[-2:])[redo] for f in (left, right)]
+        chosen = [f.expand(*redo.shape, *f.shape[-2:])[redo].double() for f in (left, right)]
         sigma[redo] = _qr_singular_values(*chosen)
     return sigma
+
+
+def _gram(factor: Tensor) -> Tensor:
+    """Gram matrices factor^T factor, float64 [..., d, d], by way of one float64 head at a time."""
+    *batch, rows, columns = factor.shape
+    gram = factor.new_empty(*batch, columns, columns, dtype=torch.float64)
+    buffer = factor.new_empty(rows, columns, dtype=torch.float64)
+    for head in np.ndindex(*batch):
+        torch.mm(buffer.copy_(factor[head]).mT, buffer, out=gram[head])
+    return gram
+
+
+def _root_of_eigenvalues(factor: Tensor, gram: Tensor) -> Tensor:
+    """Square roots of the eigenvalues of factor^T gram factor [..., d, d], descending."""
+    squares = torch.linalg.eigvalsh(factor.mT @ gram @ factor)
+    return squares.clamp(min=0).sqrt().flip(-1)
+
+
+def _require_finite(name: str, factor: Tensor) -> None:
+    finite = torch.isfinite(factor).all(dim=(-2, -1))
+    if not finite.all():
+        head = tuple((~finite).nonzero()[0].tolist())
+        raise ValueError(f"{name} factor of head {head} has NaN or infinite entries")
 
 
 def _qr_singular_values(left: Tensor, right: Tensor) -> Tensor:
@@ -226,7 +271,9 @@ def leverage(keys: Tensor) -> Tensor:
     keys [..., T, d] → float64 [..., T], each in [0, 1], summing to the rank of the centred keys.
     """
     basis, sigma, _ = torch.linalg.svd(centred(keys), full_matrices=False)
-    floor = sigma[..., :1] * max(keys.shape[-2:]) * torch.finfo(torch.float64).eps
+    # What centring leaves of equal keys is rounding of the keys, so their size sets the floor.
+    size = torch.linalg.matrix_norm(keys.double()).unsqueeze(-1)
+    floor = size * max(keys.shape[-2:]) * torch.finfo(torch.float64).eps
     return (basis * (sigma > floor).unsqueeze(-2)).square().sum(-1)
 
 
@@ -350,7 +397,8 @@ def _visited(model, visit: Visitor, position: str):
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         shown = content.pop() if position == "content" else (query, key)
         seen.append(module.layer_idx)
-        replaced = visit(module.layer_idx, shown[0][0], shown[1][0], scale)
+        with one_thread():
+            replaced = visit(module.layer_idx, shown[0][0], shown[1][0], scale)
         if replaced is not None:
             query, key = (part.to(query.dtype)[None] for part in replaced)
         if ordinary == "eager":
@@ -406,6 +454,8 @@ def _before_rotation(model, content: list[tuple[Tensor, Tensor]]):
 
 def next_token_loss(logits: Tensor, token_ids: Tensor) -> float:
     """Mean cross-entropy in nats of token i + 1 under logits [T, V] of row i, in pieces of rows."""
+    if len(token_ids) < 2:
+        raise ValueError(f"the next-token loss needs 2 tokens or more, found {len(token_ids)}")
     pieces = zip(logits[:-1].split(128), token_ids[1:].split(128), strict=True)
     total = sum(torch.nn.functional.cross_entropy(x, y, reduction="sum").item() for x, y in pieces)
     return total / (len(token_ids) - 1)
@@ -433,8 +483,22 @@ def _sources(kind: str) -> dict[str, dict]:
     return tomllib.loads((ROOT / "data" / "sources.toml").read_text("utf-8"))[kind]
 
 
-def _safe_name(name: str) -> str:
-    return re.sub(r"[^\w]+", "-", name).strip("-") or "unnamed"
+def results_name(name: str) -> str:
+    """The name under which the results of a model or text are kept: safe for a file or folder."""
+    path = Path(name)
+    if not path.exists():
+        return name.replace("/", "--").replace(":", "-")
+    plain = path.stem if path.suffix == ".gguf" else path.resolve().name
+    return re.sub(r"[^\w]+", "-", plain).strip("-") or "unnamed"
+
+
+def as_list(value: str | list) -> list:
+    """A notebook's list parameter: papermill's option -p hands a list over as a string."""
+    if isinstance(value, str):
+        value = json.loads(value) if value.startswith("[") else [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list that is not empty, found {value!r}")
+    return value
 
 
 def _unknown(kind: str, name: str, also: str) -> ValueError:
@@ -515,13 +579,10 @@ def load_text(name: str) -> LoadedText:
             verses = (json.loads(line)["text"] for line in content.splitlines())
             content = "\n".join(verses).encode()
         text = _cut(_decoded(content, name), source.get("first_line"), source.get("end_marker"))
-        safe = name
     elif match := re.fullmatch(r"gutenberg:(\d+)", name):
         text, origin = _gutenberg(match[1]), f"Project Gutenberg #{match[1]}"
-        safe = f"gutenberg-{match[1]}"
     elif Path(name).is_file():
         text, origin = _decoded(Path(name).read_bytes(), name), "local file"
-        safe = _safe_name(Path(name).name)
     elif Path(name).suffix or "/" in name:
         raise ValueError(f"text file {name!r} not found from {Path.cwd()}: check the path")
     else:
@@ -529,7 +590,8 @@ def load_text(name: str) -> LoadedText:
     if not text.strip():
         raise ValueError(f"text {name!r} is empty: give a text with words in it")
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return LoadedText(safe, text, {"text": safe, "text_origin": origin, "text_sha256": digest})
+    provenance = {"text": results_name(name), "text_origin": origin, "text_sha256": digest}
+    return LoadedText(results_name(name), text, provenance)
 
 
 def _decoded(content: bytes, name: str) -> str:
@@ -570,15 +632,17 @@ def _gutenberg(number: str) -> str:
         try:
             with urllib.request.urlopen(address, timeout=60) as answer:
                 content = answer.read()
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # it holds the connection open
             raise RuntimeError(
                 f"cannot fetch Project Gutenberg #{number} from {address} ({error}): "
                 f"check the number and the network, or give a local file"
             ) from None
     text = _decoded(content, f"gutenberg:{number}")
     marker = r"^\*\*\* ?(START|END) OF TH(?:E|IS) PROJECT GUTENBERG EBOOK.*$"
-    marks = {m[1]: m for m in re.finditer(marker, text, re.MULTILINE | re.IGNORECASE)}
-    if not {"START", "END"} <= {mark.upper() for mark in marks}:
+    marks = {m[1].upper(): m for m in re.finditer(marker, text, re.MULTILINE | re.IGNORECASE)}
+    if not {"START", "END"} <= marks.keys():
         raise RuntimeError(
             f"Project Gutenberg #{number} has no START and END lines, so its header cannot be "
             f"removed: cut it by hand and give a local file"
@@ -601,43 +665,63 @@ def load_model(name: str) -> LoadedModel:
     sources = _sources("models")
     if name in sources:
         source = sources[name]
-        folder = _converted(name, source["sha256"], lambda: _member(source))
+        folder = _converted(name, source["sha256"], name, lambda: _member(source))
         origin = {"model_origin": source["origin"], "model_sha256": source["sha256"]}
-        return _from_pretrained(str(folder), name, origin)
+        return _from_pretrained(str(folder), results_name(name), origin)
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
         digest = _sha256(path)
-        folder = _converted(f"gguf-{digest[:16]}", digest, path.read_bytes)
+        folder = _converted(f"gguf-{digest[:16]}", digest, name, path.read_bytes)
         origin = {"model_origin": "local GGUF file", "model_sha256": digest}
-        return _from_pretrained(str(folder), _safe_name(path.stem), origin)
+        return _from_pretrained(str(folder), results_name(name), origin)
     if path.is_dir():
         weights = sorted(path.glob("*.safetensors"))
         if not weights or not (path / "config.json").is_file():
             raise ValueError(f"model folder {name!r} needs config.json and .safetensors weights")
         digest = hashlib.sha256("".join(map(_sha256, weights)).encode()).hexdigest()
         origin = {"model_origin": "local folder", "model_sha256": digest}
-        return _from_pretrained(str(path), _safe_name(path.resolve().name), origin)
+        return _from_pretrained(name, results_name(name), origin)
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return _from_pretrained(name, name.replace("/", "--"), {"model_origin": name})
+        return _from_pretrained(name, results_name(name), {"model_origin": name})
     raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
 
 
 def _from_pretrained(path: str, name: str, origin: dict) -> LoadedModel:
     options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, **options
+        )
+        if info["missing_keys"]:  # transformers would fill them with random numbers
+            raise ValueError(f"its weights lack {min(info['missing_keys'])}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
-        raise RuntimeError(f"cannot load model {name!r}: {first_line}") from None
+        raise RuntimeError(f"cannot load model {path!r}: {first_line}") from None
     revision = getattr(model.config, "_commit_hash", None)
     pinned = {"model_revision": revision} if revision else {}
-    return LoadedModel(name, model, tokenizer, {"model": name, **origin, **pinned})
+    return LoadedModel(name, model.eval(), tokenizer, {"model": name, **origin, **pinned})
 
 
-def _converted(name: str, sha256: str, gguf_bytes: Callable[[], bytes]) -> Path:
+def _refuse_unfaithful(path: Path, label: str) -> None:
+    """Refuse a GGUF file that cannot be read, or that transformers would load as another model."""
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = [*reader.fields, *(tensor.name for tensor in reader.tensors)]
+        name = str(reader.fields["general.name"].contents()) if "general.name" in fields else ""
+    except Exception as error:
+        raise RuntimeError(f"{label} is not a whole GGUF file ({error}): get it again") from None
+    lost = [f for f in fields if ".rope.scaling." in f or f == "rope_freqs.weight"]
+    if lost or "mistral" in name.lower():
+        raise ValueError(
+            f"{label} has {lost[0] if lost else name!r}, which transformers does not read from "
+            f"GGUF: give the model's safetensors folder or hub id"
+        )
+
+
+def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], bytes]) -> Path:
     """The folder with the safetensors form of a GGUF file, made if the cache has none."""
     folder = CACHE / "models" / name
     manifest = folder / "manifest.json"
@@ -646,10 +730,15 @@ def _converted(name: str, sha256: str, gguf_bytes: Callable[[], bytes]) -> Path:
         with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
             made = Path(temporary, "made")
             Path(temporary, "model.gguf").write_bytes(gguf_bytes())
+            _refuse_unfaithful(Path(temporary, "model.gguf"), label)
             options = {"gguf_file": "model.gguf", "trust_remote_code": False}
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                temporary, dtype=torch.float32, **options
-            )
+            try:
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    temporary, dtype=torch.float32, **options
+                )
+            except (ValueError, RuntimeError) as error:
+                first_line = str(error).strip().splitlines()[0]
+                raise RuntimeError(f"cannot convert {label}: {first_line}") from None
             # The weights are plain float32 now; what still calls them GGUF would stop the saving.
             model.hf_quantizer = None
             del model.config.quantization_config
@@ -750,18 +839,19 @@ def load_table(path: Path, **expected) -> pd.DataFrame:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
-    lines = path.read_text("utf-8").splitlines()
-    head = [line[2:].split(": ", 1) for line in lines if line.startswith("# ")]
+    lines = itertools.takewhile(lambda x: x.startswith("# "), path.read_text("utf-8").splitlines())
+    head = [line[2:].split(": ", 1) for line in lines]
     provenance = {key: json.loads(value) for key, value in head}
     _require(provenance, expected, path)
-    table = pd.read_csv(path, skiprows=len(head))
+    table = pd.read_csv(path, skiprows=len(head), dtype={"measured": str})
     table.attrs = provenance
     return table
 
 
 def save_spectra(sigma: Tensor, path: Path, provenance: dict) -> None:
     """Write singular values [layers, heads, n] as float32 safetensors with their provenance."""
-    metadata = {key: json.dumps(value) for key, value in _with_versions(provenance).items()}
+    # One entry: the library writes several in an order that changes from run to run.
+    metadata = {"provenance": json.dumps(_with_versions(provenance), ensure_ascii=False)}
     tensors = {"sigma": sigma.float().contiguous()}
     _write(Path(path), lambda part: save_file(tensors, part, metadata))
 
@@ -772,8 +862,7 @@ def load_spectra(path: Path, **expected) -> Tensor:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
     with safe_open(path, framework="pt") as file:
-        provenance = {key: json.loads(value) for key, value in file.metadata().items()}
-        _require(provenance, expected, path)
+        _require(json.loads(file.metadata()["provenance"]), expected, path)
         return file.get_tensor("sigma")
 
 
@@ -789,6 +878,8 @@ def load_claims() -> dict[str, dict]:
 def range_verdict(values, low: float, high: float) -> str:
     """All values inside [low, high]: reproduced; some: partly; none: not reproduced."""
     inside = [bool(low <= value <= high) for value in np.ravel(values)]
+    if not inside:
+        raise ValueError("a verdict on a range needs at least one value, found none")
     return "reproduced" if all(inside) else "partly" if any(inside) else "not reproduced"
 
 
@@ -834,7 +925,8 @@ def readme_tables(root: Path) -> dict[str, str]:
             }
         )
     tables = {"verdicts": verdicts, "notebooks": pd.DataFrame(rows)}
-    return {name: table.to_markdown(index=False) for name, table in tables.items()}
+    as_written = {"index": False, "disable_numparse": True}
+    return {name: table.to_markdown(**as_written) for name, table in tables.items()}
 
 
 def update_readme(root: Path) -> None:

@@ -65,15 +65,16 @@ def tiny_model():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """A byte-level BPE tokenizer of some 280 tokens, which puts a BOS before what it is asked."""
+    """A byte-level BPE tokenizer of some 300 tokens, which puts a BOS before what it is asked."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=290, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
     )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(["the cat sat on the mat; the rat ate the hat -- == \n\n"] * 9, trainer)
+    words = "the cat sat on the mat; the rat ate the hat -- == \n\n incompressibilities"
+    bpe.train_from_iterator([words] * 9, trainer)
     bpe.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
     )

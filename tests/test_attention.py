@@ -185,9 +185,10 @@ def test_replacing_by_zeros_makes_attention_uniform(tiny_model, family, position
     assert not torch.allclose(logits, stock_logits(model, TOKENS), atol=0.1)
 
 
-def test_centred_keys_of_full_rank_change_no_softmax(tiny_model):
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_centred_keys_of_full_rank_change_no_softmax(tiny_model, implementation):
     """softmax(E) = softmax(Ẽ), in float64 factors that the model takes in its own precision."""
-    model = tiny_model("gpt2")
+    model = tiny_model("gpt2", implementation)
 
     def full_rank(layer, queries, keys, scale):
         return helpers.low_rank_factors(queries, keys, queries.shape[-1])

@@ -132,6 +132,20 @@ def test_stored_outputs_are_reproduced(path, rerun):
     assert [(name, faults) for name, faults in results if faults] == []
 
 
+def test_a_changed_stored_output_is_noticed(tmp_path):
+    """The tag is the one that nbval reads: in capitals it would be ignored without a word."""
+    notebook = nbformat.read(
+        helpers.ROOT / "notebooks" / "02_two_token_control.ipynb", as_version=4
+    )
+    cell = tagged(notebook.cells, "nbval-check-output")[1]
+    cell.outputs[0].text = cell.outputs[0].text.replace("1.0", "1.1")
+    nbformat.write(notebook, tmp_path / "changed.ipynb")
+    options = ["--nbval-lax", "--nbval-kernel-name=python3", "-p", "no:cacheprovider"]
+    done = run("pytest", *options, "changed.ipynb", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "1 failed" in done.stdout
+
+
 def test_rerun_leaves_the_published_numbers(rerun):
     """The run's tables equal the committed ones: the integers exactly, the floats to 1e-3."""
     folder = rerun[0]

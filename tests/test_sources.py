@@ -3,6 +3,7 @@
 pip is the real one, offline, with a local folder for an index.
 """
 
+import copy
 import hashlib
 import http.server
 import io
@@ -244,6 +245,48 @@ def test_names_that_lead_nowhere(load, name, message, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=message) as raised:
         load(name)
     one_line(raised)
+
+
+@pytest.mark.parametrize(
+    ("name", "safe"),
+    [
+        ("alice", "alice"),
+        ("gutenberg:11", "gutenberg-11"),
+        ("openai-community/gpt2", "openai-community--gpt2"),
+        ("there/my text.v2.txt", "my-text-v2-txt"),
+        ("there/my model v1.5.gguf", "my-model-v1-5"),
+        ("there", "there"),
+        ("there/", "there"),
+        ("there/..", "here"),
+        ("there/---", "unnamed"),
+    ],
+)
+def test_results_are_kept_under_a_safe_name(name, safe, tmp_path, monkeypatch):
+    there = tmp_path / "here" / "there"
+    there.mkdir(parents=True)
+    for file in ("my text.v2.txt", "my model v1.5.gguf", "---"):
+        (there / file).touch()
+    monkeypatch.chdir(there.parent)
+    assert helpers.results_name(name) == safe
+
+
+@pytest.mark.parametrize(
+    ("value", "items"),
+    [
+        (["alice", "king-james"], ["alice", "king-james"]),
+        ("alice", ["alice"]),
+        ('["my.txt", "alice"]', ["my.txt", "alice"]),
+        ("[8, 16]", [8, 16]),
+    ],
+)
+def test_a_list_parameter_in_either_form(value, items):
+    assert helpers.as_list(value) == items
+
+
+@pytest.mark.parametrize("value", [[], "[]", 5, None])
+def test_a_list_parameter_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match="expected a list that is not empty, found"):
+        helpers.as_list(value)
 
 
 # Local texts ----------------------------------------------------------------------------------
@@ -596,15 +639,15 @@ def test_a_damaged_gguf_file_is_refused(cache, tmp_path, tiny_gguf, keep):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_local_folder(folder, tiny_llama, tokenizer, dtype):
-    weights = folder / "model.safetensors"
-    tensors = {k: v.to(dtype) for k, v in safetensors.torch.load_file(weights).items()}
-    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+    """In float32 whatever it was saved in."""
+    rounded = copy.deepcopy(tiny_llama)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    copy.deepcopy(rounded).to(dtype).save_pretrained(folder)
     loaded = helpers.load_model(str(folder))
+    assert_same_model(loaded, rounded, tokenizer)
     assert loaded.name == loaded.provenance["model"] == "my-model-v1-5"
     assert loaded.provenance["model_origin"] == "local folder"
-    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
-    if dtype == torch.float32:
-        assert_same_model(loaded, tiny_llama, tokenizer)
 
 
 def test_a_local_folder_is_known_by_its_weights(folder, tiny_model, tokenizer):
@@ -637,6 +680,12 @@ def with_a_tensor_of_another_shape(folder):
     safetensors.torch.save_file(tensors, weights, {"format": "pt"})
 
 
+def with_a_pickle_beside_other_weights(folder):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "adapter.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
 DEFECTS = {
     "config missing": lambda folder: (folder / "config.json").unlink(),
     "config damaged": lambda folder: (folder / "config.json").write_text("{"),
@@ -644,6 +693,7 @@ DEFECTS = {
     "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
     "a tensor missing": without_a_tensor,
     "a tensor misshapen": with_a_tensor_of_another_shape,
+    "a pickle, and weights of another name": with_a_pickle_beside_other_weights,
     "tokenizer missing": lambda folder: (folder / "tokenizer.json").unlink(),
 }
 
@@ -690,6 +740,15 @@ def test_a_window_is_cut_from_the_tokens_of_the_whole_text(source, context, offs
     assert len(whole) > 4000
     assert window.dtype == torch.int64
     assert window.tolist() == whole[offset : offset + context]
+
+
+def test_a_window_is_not_cut_where_a_prefix_of_the_text_ends(source):
+    """A token of 20 letters is several tokens when the prefix stops inside it."""
+    words = "incompressibilities " * 300
+    whole = all_tokens(source.tokenizer, words)
+    for context in range(1, 40):
+        window = helpers.token_window(source, text_of(words), context, 0)
+        assert window.tolist() == whole[:context]
 
 
 def test_a_window_starts_at_token_200_by_default(source):

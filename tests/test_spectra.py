@@ -166,6 +166,21 @@ def test_product_of_any_size(size):
     assert_close(helpers.product_singular_values(size * left, size * right) / size / size, expected)
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e-160, 1e-158, 1e160])
+def test_product_whose_gram_matrix_leaves_the_range_of_float64(size):
+    left, right = gaussian(2, 40, 8), gaussian(2, 40, 8, seed=1)
+    expected = torch.linalg.svdvals(left @ right.mT)[..., :8]
+    for factors in ((size * left, right), (right, size * left)):
+        assert_close(helpers.product_singular_values(*factors) / size, expected)
+
+
+def test_product_refuses_nan_beside_a_huge_factor():
+    left, right = 1e160 * gaussian(2, 40, 8), gaussian(2, 40, 8)
+    right[1, 3, 3] = math.nan
+    with pytest.raises(ValueError, match=r"right factor of head \(1,\) has NaN or infinite"):
+        helpers.product_singular_values(left, right)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_product_refuses_what_is_not_finite(side, value):
@@ -430,3 +445,15 @@ def test_key_incoherence_of_a_single_key_apart():
     keys[7] = 5.0
     assert_close(helpers.leverage(keys)[7].item(), 1 - 1 / 40)
     assert_close(helpers.key_incoherence(keys).item(), 39.0)
+
+
+def test_one_thread_is_for_its_block_only():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError), helpers.one_thread():
+            assert torch.get_num_threads() == 1
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
