@@ -55,20 +55,6 @@ GUTENBERG = "https://www.gutenberg.org/cache/epub/{id}/pg{id}.txt"
 # ---------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def one_thread():
-    """Run torch on one thread: on matrices of a head's size threads wait more than they work,
-    and on a busy machine they made the spectra of a layer 30 times slower.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@one_thread()
 def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     """Singular values of ``left @ right.mT`` without forming the product.
 
@@ -397,8 +383,7 @@ def _visited(model, visit: Visitor, position: str):
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         shown = content.pop() if position == "content" else (query, key)
         seen.append(module.layer_idx)
-        with one_thread():
-            replaced = visit(module.layer_idx, shown[0][0], shown[1][0], scale)
+        replaced = visit(module.layer_idx, shown[0][0], shown[1][0], scale)
         if replaced is not None:
             query, key = (part.to(query.dtype)[None] for part in replaced)
         if ordinary == "eager":
@@ -908,8 +893,13 @@ def claim_table(output: Path) -> pd.DataFrame:
 def readme_tables(root: Path) -> dict[str, str]:
     """The README's computed tables in Markdown, by name: `verdicts` and `notebooks`."""
     claims = claim_table(root)
-    verdicts = claims[["id", "statement", "reading", "paper", "measured", "verdict"]].copy()
-    verdicts["verdict"] = "**" + verdicts["verdict"] + "**"
+    verdicts = pd.DataFrame({"claim": claims.id})
+    verdicts["statement, *and our reading*"] = claims.statement + "; *" + claims.reading + "*"
+    verdicts["paper"] = claims.paper
+    several = claims.model[claims.model != ""].nunique() > 1
+    named = (claims.model + ": ").where(several & (claims.model != ""), "")
+    verdicts["measured"] = named + claims.measured
+    verdicts["verdict"] = "**" + claims.verdict + "**"
     runtimes = load_table(root / "data" / "results" / "runtimes.csv").set_index("notebook")
     rows = []
     for path in sorted((root / "notebooks").glob("*.ipynb")):
@@ -919,7 +909,7 @@ def readme_tables(root: Path) -> dict[str, str]:
                 "notebook": f"[{path.stem}](notebooks/{path.name})",
                 "claims": ", ".join(claims.id[claims.notebook == path.stem].drop_duplicates()),
                 "figures": " ".join(
-                    f"[{figure.stem[3:]}](figures/{figure.name})" for figure in figures
+                    f"[{number}](figures/{figure.name})" for number, figure in enumerate(figures, 1)
                 ),
                 "seconds": runtimes["seconds"].get(path.stem, ""),
             }

@@ -276,13 +276,13 @@ def test_readme_takes_in_the_computed_tables(repository):
     claim = claims["T1"]
     assert claims.keys() <= rows.keys()
     assert rows["T1"] == [
-        *("T1", claim["statement"], claim["reading"], claim["paper"], "0.90", "**partly**")
+        *("T1", f"{claim['statement']}; *{claim['reading']}*", claim["paper"], "0.90", "**partly**")
     ]
     assert rows["P6"][-2:] == ["", "**not measured yet**"]
     assert rows["[02_two_token_control](notebooks/02_two_token_control.ipynb)"] == [
         "[02_two_token_control](notebooks/02_two_token_control.ipynb)",
         "T1",
-        "[softmax_bound](figures/02_softmax_bound.svg)",
+        "[1](figures/02_softmax_bound.svg)",
         "12",
     ]
 

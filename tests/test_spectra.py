@@ -445,15 +445,3 @@ def test_key_incoherence_of_a_single_key_apart():
     keys[7] = 5.0
     assert_close(helpers.leverage(keys)[7].item(), 1 - 1 / 40)
     assert_close(helpers.key_incoherence(keys).item(), 39.0)
-
-
-def test_one_thread_is_for_its_block_only():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(ZeroDivisionError), helpers.one_thread():
-            assert torch.get_num_threads() == 1
-            raise ZeroDivisionError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
