@@ -87,10 +87,7 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
 
     # Each Gram matrix over its trace: of size 1, whatever the size of the factors.
     left_size, right_size = (trace.sqrt() for trace in traces)
-    unit_left, unit_right = (
-        gram / trace.where(trace > 0, 1)[..., None, None]
-        for gram, trace in zip(grams, traces, strict=True)
-    )
+    unit_left, unit_right = (g / t[..., None, None] for g, t in zip(grams, traces, strict=True))
     root, failed = torch.linalg.cholesky_ex(unit_left)
     sigma = _root_of_eigenvalues(root, unit_right)
     # First-order error of the smallest value: half the rounding of the product of Gram matrices
