@@ -1,4 +1,5 @@
-# Each target first makes .venv, if that is missing or older than the pins.
+# Each target first makes its environment, if that is missing or older than the pins: .venv, or for
+# the benchmark one that holds what it compares with, too.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -14,7 +15,7 @@ unexport MPLBACKEND
 SNAKEMAKE := $(BIN)/python -m snakemake --cores 1 --nolock --rerun-incomplete --force-use-threads
 CONFIG = $(if $(MODELS),models="$(MODELS)") $(if $(TEXTS),texts="$(TEXTS)")
 
-.PHONY: help results test lab publish clean distclean
+.PHONY: help results test lab bench publish clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,24 +31,31 @@ test: $(STAMP) ## check style, then run every test
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
 
+bench: .venv-bench/.installed ## time and memory of the spectra beside other ways to them (20 minutes)
+	.venv-bench/bin/python tests/bench.py
+
 publish: $(STAMP) ## refresh the README's tables, then execute the committed notebooks in place
 	@$(SNAKEMAKE) readme
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 	    --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True \
 	    notebooks/*.ipynb
 
-clean: ## remove what runs and tools left, but keep downloads and .venv
+clean: ## remove what runs and tools left, but keep downloads and environments
 	rm -rf build .snakemake .pytest_cache .ruff_cache .hypothesis *.egg-info
-	find . -path ./.venv -prune -o -type d \
+	find . -path './.venv*' -prune -o -type d \
 	    \( -name __pycache__ -o -name .ipynb_checkpoints -o -name '.part-*' \) -exec rm -rf {} +
 
-distclean: clean ## clean, and remove downloads and .venv too
-	rm -rf data/cache .venv
+distclean: clean ## clean, and remove downloads and environments too
+	rm -rf data/cache .venv .venv-bench
 
-$(STAMP): requirements.txt pyproject.toml
+.venv-bench/.installed: REQUIREMENTS := tests/requirements-bench.txt
+.venv-bench/.installed: tests/requirements-bench.txt
+$(STAMP): REQUIREMENTS := requirements.txt
+
+%/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
 	    sys.exit(f"Python {v[0]}.{v[1]} is too old: install 3.11 or newer, make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -r requirements.txt
-	$(BIN)/python -m pip install --no-build-isolation --no-deps -e .
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install -r $(REQUIREMENTS)
+	$*/bin/python -m pip install --no-build-isolation --no-deps -e .
 	@touch $@

@@ -145,7 +145,7 @@ rule readme:
         seconds = pandas.DataFrame(timings).groupby("notebook", as_index=False).sum().round(0)
         facts = {"models": list(MODELS.values()), "texts": TEXTS, "context": config["context"]}
         helpers.save_table(seconds, helpers.ROOT / "data/results/runtimes.csv", facts)
-        helpers.update_readme(helpers.ROOT)
+        helpers.update_readme(helpers.ROOT, helpers.readme_tables(helpers.ROOT))
 
 
 rule theory:

@@ -24,6 +24,7 @@ import tomllib
 import urllib.error
 import urllib.request
 import warnings
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,12 +43,14 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 ROOT = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("ATTENTION_SPECTRA_CACHE", ROOT / "data" / "cache"))
+_BLAS = ThreadpoolController().select(user_api="blas")
 GUTENBERG = "https://www.gutenberg.org/cache/epub/{id}/pg{id}.txt"
 
 # ---------------------------------------------------------------------------------------------
@@ -75,19 +78,16 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
         )
     if 0 in left.shape or 0 in right.shape:
         raise ValueError(f"factors are empty: {tuple(left.shape)} and {tuple(right.shape)}")
-    grams = _gram(left), _gram(right)
-    traces = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in grams]
-    for name, factor, trace in zip(("left", "right"), (left, right), traces, strict=True):
-        if not trace.isfinite().all():  # a NaN or an infinity in a factor, or an overflow
-            _require_finite(name, factor)
-    # Outside this range a Gram matrix overflows, or underflows and loses digits.
-    in_range = all(((trace > 1e-280) & trace.isfinite()).all() for trace in traces)
-    if min(left.shape[-2], right.shape[-2]) < left.shape[-1] or not in_range:
+    if min(left.shape[-2], right.shape[-2]) < left.shape[-1]:
+        _require_finite("left", left)
+        _require_finite("right", right)
         return _qr_singular_values(left.double(), right.double())
+    unit_left, left_size = _unit_gram(_gram(left))
+    unit_right, right_size = _unit_gram(_gram(right))
+    for name, factor, size in (("left", left, left_size), ("right", right, right_size)):
+        if not size.isfinite().all():  # a NaN or an infinity in a factor, or an overflow
+            _require_finite(name, factor)
 
-    # Each Gram matrix over its trace: of size 1, whatever the size of the factors.
-    left_size, right_size = (trace.sqrt() for trace in traces)
-    unit_left, unit_right = (g / t[..., None, None] for g, t in zip(grams, traces, strict=True))
     root, failed = torch.linalg.cholesky_ex(unit_left)
     sigma = _root_of_eigenvalues(root, unit_right)
     # First-order error of the smallest value: half the rounding of the product of Gram matrices
@@ -102,14 +102,38 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     return sigma
 
 
-def _gram(factor: Tensor) -> Tensor:
-    """Gram matrices factor^T factor, float64 [..., d, d], by way of one float64 head at a time."""
+def _gram(factor: Tensor, mean: Tensor | None = None) -> Tensor:
+    """Gram matrices factor^T factor, float64 [..., d, d], by way of one float64 head at a time.
+
+    With `mean` [..., d], that of the rows less their head's mean.
+    """
+    factor = factor.detach()
     *batch, rows, columns = factor.shape
     gram = factor.new_empty(*batch, columns, columns, dtype=torch.float64)
     buffer = factor.new_empty(rows, columns, dtype=torch.float64)
-    for head in np.ndindex(*batch):
-        torch.mm(buffer.copy_(factor[head]).mT, buffer, out=gram[head])
+    # numpy knows that X^T X is symmetric: half the work of torch.mm. It shares the CPU's memory.
+    product, operands, grams = torch.mm, (buffer.mT, buffer), gram
+    if factor.is_cpu:
+        product, operands, grams = np.dot, (buffer.numpy().T, buffer.numpy()), gram.numpy()
+    # One thread: numpy's would wait busily for work, and take the cores from those of torch.
+    # Silent: the caller refuses what is not finite, by the head's name.
+    with _BLAS.limit(limits=1), np.errstate(all="ignore"):
+        for head in np.ndindex(*batch):
+            buffer.copy_(factor[head])
+            if mean is not None:
+                buffer -= mean[head]
+            product(*operands, out=grams[head])
     return gram
+
+
+def _unit_gram(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Gram matrices over their traces, and the Frobenius norms of their factors [...].
+
+    Zero where the Gram matrix is, or overflows, or underflows so far that it loses digits.
+    """
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    usable = (trace > 1e-280) & trace.isfinite()
+    return (gram / trace[..., None, None]).where(usable[..., None, None], 0), trace.sqrt()
 
 
 def _root_of_eigenvalues(factor: Tensor, gram: Tensor) -> Tensor:
@@ -149,6 +173,65 @@ def logit_singular_values(
     grouped = _grouped(queries, keys)
     sigma = scale * product_singular_values(grouped, keys.unsqueeze(-3))
     return sigma.flatten(0, 1)
+
+
+class FieldGrams(NamedTuple):
+    """All that the spectra of a layer's fields need of some tokens, in float64, of a size that
+    does not grow with their number.
+    """
+
+    tokens: int
+    mean_key: Tensor  # k̄ [H_kv, d]
+    queries: Tensor  # Q^T Q [H, d, d]
+    keys: Tensor  # (K - 1k̄^T)^T (K - 1k̄^T) [H_kv, d, d]
+
+
+def field_grams(queries: Tensor, keys: Tensor) -> FieldGrams:
+    """The Gram matrices of one chunk of tokens: queries [H, T, d], keys [H_kv, T, d].
+
+    For a context too long to hold: `merge_grams` of its chunks, then `grams_singular_values`.
+    Raises ValueError for heads that do not group, or a NaN or infinity (naming the head).
+    """
+    _grouped(queries, keys)
+    mean_key = keys.mean(dim=-2, dtype=torch.float64)
+    grams = _gram(queries), _gram(keys, mean_key)
+    for name, factor, gram in zip(("query", "key"), (queries, keys), grams, strict=True):
+        if not gram.isfinite().all():
+            _require_finite(name, factor)
+            raise ValueError(f"the {name} factor overflows float64 when squared: scale it down")
+    return FieldGrams(keys.shape[-2], mean_key, *grams)
+
+
+def merge_grams(first: FieldGrams, second: FieldGrams) -> FieldGrams:
+    """The Gram matrices of two sets of tokens together; any order of merging gives the same.
+
+    Centred keys merge by the pairwise update of Chan, Golub and LeVeque (1983), which cancels
+    nothing: with n_1 and n_2 tokens, and δ the difference of their mean keys, their Gram matrix is
+    G_1 + G_2 + n_1 n_2 / (n_1 + n_2) δδ^T.
+    """
+    tokens = first.tokens + second.tokens
+    difference = second.mean_key - first.mean_key
+    mean_key = first.mean_key + second.tokens / tokens * difference
+    weight = first.tokens * second.tokens / tokens
+    between = weight * difference.unsqueeze(-1) * difference.unsqueeze(-2)
+    keys = first.keys + second.keys + between
+    return FieldGrams(tokens, mean_key, first.queries + second.queries, keys)
+
+
+def grams_singular_values(grams: FieldGrams, scale: float) -> Tensor:
+    """Singular values of the full field Ẽ of every query head, float64 [H, min(T, d)], descending.
+
+    As `logit_singular_values`, but with no factors left for QR: each σ_k² is exact to some 1e-15
+    s² ‖Q‖² ‖K - 1k̄^T‖² (Frobenius norms), so that values below 1e-7 of the largest are rounding.
+    """
+    (queries, query_size), (keys, key_size) = map(_unit_gram, (grams.queries, grams.keys))
+    values, vectors = torch.linalg.eigh(queries)
+    root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)  # root root^T is the Gram matrix
+    groups = (len(keys), -1)
+    sigma = _root_of_eigenvalues(root.unflatten(0, groups), keys.unsqueeze(1))
+    size = query_size.unflatten(0, groups) * key_size.unsqueeze(-1)
+    rank_bound = min(grams.tokens, queries.shape[-1])
+    return (scale * size.unsqueeze(-1) * sigma).flatten(0, 1)[..., :rank_bound]
 
 
 def causal_singular_values(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -349,24 +432,36 @@ def record_attention(
     Keys come one per KV head. Returns the logits [T, vocabulary].
 
     Refuses (RuntimeError) a model that does not call the attention function exactly once per
-    layer, or whose logits on the first tokens are not those of the untouched model.
+    layer, or whose logits on the first tokens are not those of the untouched model (compared the
+    first time that a model is recorded).
     """
     if position not in ("rotary", "content"):
         raise ValueError(f"position must be 'rotary' or 'content', found {position!r}")
     if token_ids.ndim != 1 or len(token_ids) == 0:
         raise ValueError(f"token_ids must be one sequence [T], found {tuple(token_ids.shape)}")
-    probe = token_ids[None, :16]
     with torch.inference_mode():
-        stock = model(probe, use_cache=False).logits
-        with _visited(model, lambda *_: None, position):
-            routed = model(probe, use_cache=False).logits
-        if not torch.allclose(stock, routed, rtol=1e-4, atol=1e-4 * stock.abs().max().item()):
-            raise RuntimeError(
-                f"{model.config.model_type}: the recorded model's logits differ from the stock "
-                f"model's by {(stock - routed).abs().max():.3g}: its attention cannot be recorded"
-            )
+        _require_same_logits(model, token_ids[None, :16], position)
         with _visited(model, visit, position):
             return model(token_ids[None], use_cache=False).logits[0]
+
+
+_verified = weakref.WeakKeyDictionary()  # model → the ways in which its recording is verified
+
+
+def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
+    """Refuse a model whose logits change when it is recorded; once for each model and way."""
+    way = (model.config._attn_implementation, position)
+    if way in _verified.setdefault(model, set()):
+        return
+    stock = model(token_ids, use_cache=False).logits
+    with _visited(model, lambda *_: None, position):
+        routed = model(token_ids, use_cache=False).logits
+    if not torch.allclose(stock, routed, rtol=1e-4, atol=1e-4 * stock.abs().max().item()):
+        raise RuntimeError(
+            f"{model.config.model_type}: the recorded model's logits differ from the stock "
+            f"model's by {(stock - routed).abs().max():.3g}: its attention cannot be recorded"
+        )
+    _verified[model].add(way)
 
 
 @contextlib.contextmanager
@@ -808,6 +903,12 @@ def _require(provenance: dict, expected: dict, path: Path) -> None:
             )
 
 
+def _existing(path: Path) -> Path:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
+    return Path(path)
+
+
 def save_table(table: pd.DataFrame, path: Path, provenance: dict) -> None:
     """Write a table as CSV under `# key: value` lines of provenance; floats to six digits."""
     facts = _with_versions(provenance).items()
@@ -818,9 +919,7 @@ def save_table(table: pd.DataFrame, path: Path, provenance: dict) -> None:
 
 def load_table(path: Path, **expected) -> pd.DataFrame:
     """A table of `save_table`; its provenance is in `.attrs` and must agree with `expected`."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
+    path = _existing(path)
     lines = itertools.takewhile(lambda x: x.startswith("# "), path.read_text("utf-8").splitlines())
     head = [line[2:].split(": ", 1) for line in lines]
     provenance = {key: json.loads(value) for key, value in head}
@@ -840,9 +939,7 @@ def save_spectra(sigma: Tensor, path: Path, provenance: dict) -> None:
 
 def load_spectra(path: Path, **expected) -> Tensor:
     """Singular values of `save_spectra`, float32 [layers, heads, n]; provenance must agree."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: run the notebook that writes it first")
+    path = _existing(path)
     with safe_open(path, framework="pt") as file:
         _require(json.loads(file.metadata()["provenance"]), expected, path)
         return file.get_tensor("sigma")
@@ -916,11 +1013,11 @@ def readme_tables(root: Path) -> dict[str, str]:
     return {name: table.to_markdown(**as_written) for name, table in tables.items()}
 
 
-def update_readme(root: Path) -> None:
-    """Put the computed tables between their `<!-- name -->` marks in README.md."""
+def update_readme(root: Path, tables: dict[str, str]) -> None:
+    """Put computed tables between their `<!-- name -->` marks in README.md."""
     path = root / "README.md"
     text = path.read_text("utf-8")
-    for name, table in readme_tables(root).items():
+    for name, table in tables.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = text.split(start)
         text = f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
 import helpers
@@ -158,6 +159,21 @@ def test_later_tokens_never_reach_earlier_logits(tiny_model, family, implementat
     assert not torch.allclose(one[15:], other[15:], atol=0.1)
 
 
+@pytest.mark.parametrize("position", ["rotary", "content"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_layers_queries_and_keys_are_forgotten_before_the_next(
+    tiny_model, implementation, position
+):
+    memory = []
+
+    def visit(layer, queries, keys, scale):
+        assert all(kept.expired() for kept in memory)
+        memory.extend(StorageWeakRef(part.untyped_storage()) for part in (queries, keys))
+
+    helpers.record_attention(tiny_model("llama", implementation), TOKENS, visit, position=position)
+    assert len(memory) == 6
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replacing_by_the_same_changes_nothing(tiny_model, family):
     model = tiny_model(family)
@@ -245,6 +261,20 @@ def test_a_model_whose_logits_differ_is_refused(tiny_model):
     model = copy.deepcopy(tiny_model("gpt2")).train()  # dropout: no two passes agree
     with pytest.raises(RuntimeError, match=r"^gpt2: the recorded model's logits differ"):
         recorded(model, TOKENS)
+
+
+def test_a_model_is_compared_once_for_each_way_of_recording_it(tiny_model):
+    model, passes = tiny_model("llama", "eager"), []
+    model.register_forward_hook(lambda *_: passes.append(None))
+
+    def passes_of(**options):
+        passes.clear()
+        helpers.record_attention(model, TOKENS, lambda *_: None, **options)
+        return len(passes)
+
+    assert [passes_of(), passes_of(), passes_of(position="content"), passes_of()] == [3, 1, 3, 1]
+    model.set_attn_implementation("sdpa")
+    assert [passes_of(), passes_of()] == [3, 1]
 
 
 def test_content_is_refused_without_a_rotary_embedding(tiny_model):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import matplotlib.image
 import nbformat
@@ -17,10 +18,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import bench
 import helpers
 
 NOTEBOOKS = sorted((helpers.ROOT / "notebooks").glob("*.ipynb"))
 BY_NAME = {"argvalues": NOTEBOOKS, "ids": [path.stem for path in NOTEBOOKS]}
+BENCH = helpers.ROOT / bench.RESULTS
 # A tiny run: two texts, short windows.
 SMALL = ["texts=alice king-james", "context=128", "stability_context=96"]
 
@@ -285,15 +288,18 @@ def test_figures_are_drawn_and_have_their_numbers(slug):
     assert np.isfinite(numbers.select_dtypes("number").to_numpy()).any()
 
 
-def test_every_figure_belongs_to_a_notebook():
-    sources = {path.stem[:2]: path.read_text("utf-8") for path in NOTEBOOKS}
+def test_every_figure_belongs_to_a_notebook_or_the_benchmark():
+    sources = {
+        path.stem[:2]: path.read_text("utf-8") for path in [*NOTEBOOKS, Path(bench.__file__)]
+    }
     for slug in figure_slugs():
         assert re.sub(r"_smollm2-135m$", "", slug) in sources[slug[:2]]
 
 
 def test_readme_tables_are_the_computed_ones():
     readme = (helpers.ROOT / "README.md").read_text("utf-8")
-    for name, table in helpers.readme_tables(helpers.ROOT).items():
+    benchmark = bench.readme_tables(helpers.load_table(BENCH))
+    for name, table in {**helpers.readme_tables(helpers.ROOT), **benchmark}.items():
         assert f"<!-- {name} -->\n{table}\n<!-- /{name} -->" in readme
 
 

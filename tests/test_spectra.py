@@ -1,6 +1,9 @@
 """Spectra: every identity against the dense float64 computation."""
 
+import copy
+import itertools
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -129,6 +132,18 @@ def test_only_the_singular_head_goes_by_qr(qr_heads):
     assert qr_heads == [1]
 
 
+def test_a_zero_head_or_a_huge_one_sends_no_other_by_qr(qr_heads):
+    left, right = gaussian(4, 40, 8), gaussian(4, 40, 8, seed=1)
+    left[1], right[3] = 0, 1e160 * right[3]
+    found = helpers.product_singular_values(left, right)
+    assert qr_heads == [2]
+    right[3] /= 1e160
+    found[3] /= 1e160
+    assert_same_spectrum(found[::2], torch.linalg.svdvals(left @ right.mT)[::2])
+    assert_same_spectrum(found[3], torch.linalg.svdvals(left[3] @ right[3].mT))
+    assert torch.equal(found[1], torch.zeros(8).double())
+
+
 @given(
     st.floats(0, 13), st.floats(0, 13), st.integers(1, 60), st.integers(1, 60), st.integers(1, 12)
 )
@@ -151,6 +166,12 @@ def test_product_of_non_contiguous_factors():
     assert not left.is_contiguous()
     assert_dense(left, right)
     assert torch.equal(left, before)
+
+
+def test_product_of_parameters():
+    left, right = (torch.nn.Parameter(gaussian(3, 40, 8, seed=seed)) for seed in (0, 1))
+    expected = helpers.product_singular_values(left.detach(), right.detach())
+    assert torch.equal(helpers.product_singular_values(left, right), expected)
 
 
 def test_product_with_a_zero_factor_is_zero():
@@ -269,6 +290,107 @@ def test_logit_field_of_degenerate_keys(change, rank):
     rounding = 100 * EPS * size[:, None]
     assert_same_spectrum(found, dense, rounding if rank == 0 else None)
     assert ((found > rounding).sum(-1) == rank).all()
+
+
+# The same from Gram matrices that are added up chunk by chunk
+
+
+def accumulated(queries, keys, cuts, order):
+    """Spectra of the field from chunks cut at `cuts`, merged pairwise as `order` draws them."""
+    edges = [0, *sorted(cuts), queries.shape[-2]]
+    chunks = [
+        helpers.field_grams(queries[:, start:stop], keys[:, start:stop])
+        for start, stop in itertools.pairwise(edges)
+        if start < stop
+    ]
+    while len(chunks) > 1:
+        order.shuffle(chunks)
+        chunks.append(helpers.merge_grams(chunks.pop(), chunks.pop()))
+    return helpers.grams_singular_values(chunks[0], 0.3)
+
+
+CHUNKS = st.lists(st.integers(1, 39), max_size=8)
+ORDER = st.randoms(use_true_random=False)
+
+
+@given(CHUNKS, ORDER, st.sampled_from([1, 3, 7]), st.sampled_from([0.0, 2.0, 1e4]))
+def test_accumulated_field_in_any_chunks_and_order(cuts, order, group, mean):
+    """Keys far from 0, too: K^T K - T k k^T would lose eight digits at a mean of 1e4."""
+    queries, keys = gaussian(2 * group, 40, 8), mean + gaussian(2, 40, 8, seed=1)
+    found = accumulated(queries, keys, cuts, order)
+    assert found.shape == (2 * group, 8)
+    assert_same_spectrum(found, torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True)))
+
+
+@given(CHUNKS, ORDER, st.floats(0, 12), st.floats(0, 12))
+def test_accumulated_field_at_any_condition(cuts, order, of_queries, of_keys):
+    queries = conditioned(40, 8, 10**of_queries, 1)[None]
+    keys = 1 + conditioned(40, 8, 10**of_keys, 2)[None]
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True))
+    assert_same_energies(accumulated(queries, keys, cuts, order), dense, queries, keys)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9])
+def test_accumulated_field_of_few_tokens(tokens):
+    queries, keys = gaussian(6, tokens, 8), 2 + gaussian(2, tokens, 8, seed=1)
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True))
+    found = accumulated(queries, keys, [1, tokens // 2], random.Random(0))
+    assert found.shape == (6, min(tokens, 8))
+    assert_same_energies(found, dense, queries, keys)
+
+
+@pytest.mark.parametrize("change", [duplicated, constant, low_rank, zero])
+def test_accumulated_field_of_degenerate_keys(change):
+    queries, keys = gaussian(6, 40, 8), change(2 + gaussian(2, 40, 8, seed=1))
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True))
+    found = accumulated(queries, keys, [3, 17, 18], random.Random(0))
+    assert_same_energies(found, dense, queries, keys)
+
+
+def assert_same_energies(found, dense, queries, keys):
+    """Squares to rounding of the squared factors, and then r90 and r99 where there is a field."""
+    size = queries.norm(dim=(-2, -1)) * keys.norm(dim=(-2, -1)).repeat_interleave(3)[: len(queries)]
+    rounding = 100 * EPS * (0.3 * size[:, None]) ** 2
+    count = found.shape[-1]
+    assert ((found.square() - dense[:, :count].square()).abs() <= rounding).all()
+    for share in (0.9, 0.99):
+        ranks = [helpers.threshold_rank(s, share) for s in (found, dense)]
+        field = dense[:, 0].square() > 100 * rounding[:, 0]
+        assert torch.equal(ranks[0][field], ranks[1][field])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_accumulated_field_of_any_dtype_is_done_in_float64(dtype):
+    queries, keys = (gaussian(2, 40, 8, seed=s).to(dtype) for s in (0, 1))
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True))
+    assert_same_spectrum(accumulated(queries, keys, [13], random.Random(0)), dense)
+
+
+def test_merged_grams_are_those_of_all_tokens_and_leave_their_parts_alone():
+    queries, keys = gaussian(6, 40, 8), 1e4 + gaussian(2, 40, 8, seed=1)
+    parts = [helpers.field_grams(queries[:, s], keys[:, s]) for s in (slice(9), slice(9, 40))]
+    before = copy.deepcopy(parts)
+    merged = helpers.merge_grams(*parts)
+    for found, expected in zip(merged, helpers.field_grams(queries, keys), strict=True):
+        assert_close(found, expected)
+    for part, kept in zip(itertools.chain(*parts), itertools.chain(*before), strict=True):
+        assert_close(part, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, r"{side} factor of head \(1,\) has NaN or infinite"),
+        (math.inf, r"{side} factor of head \(1,\) has NaN or infinite"),
+        (1e200, "{side} factor overflows float64 when squared"),
+    ],
+)
+def test_accumulator_refuses_what_it_cannot_square(side, value, message):
+    factors = {"query": gaussian(2, 40, 8), "key": gaussian(2, 40, 8)}
+    factors[side][1, 5, 3] = value
+    with pytest.raises(ValueError, match=message.format(side=side)):
+        helpers.field_grams(factors["query"], factors["key"])
 
 
 def test_logit_field_names_both_shapes_when_heads_do_not_divide():
