@@ -35,7 +35,8 @@ MODELS = {re.sub(r"[^\w.-]+", "_", name).strip("_"): name for name in listed("mo
 if not TEXTS or not MODELS:
     sys.exit("config.yaml: name at least one model and one text")
 OUTPUT = str(Path(config["output"]).resolve()) if config["output"] else ""
-BUILD = Path(config["build"])
+# papermill changes the working folder of this process while a notebook runs, so: no relative path
+BUILD = Path(config["build"]).resolve()
 EXECUTED = f"{BUILD}/notebooks"
 SHARED = [ROOT / "helpers.py", *sorted(ROOT.glob("data/*.toml"))]
 ONCE = ["01_theory", "02_two_token_control", "05_gap_statistics"]

@@ -193,6 +193,8 @@ def field_grams(queries: Tensor, keys: Tensor) -> FieldGrams:
     Raises ValueError for heads that do not group, or a NaN or infinity (naming the head).
     """
     _grouped(queries, keys)
+    if 0 in queries.shape or 0 in keys.shape:
+        raise ValueError(f"factors are empty: {tuple(queries.shape)} and {tuple(keys.shape)}")
     mean_key = keys.mean(dim=-2, dtype=torch.float64)
     grams = _gram(queries), _gram(keys, mean_key)
     for name, factor, gram in zip(("query", "key"), (queries, keys), grams, strict=True):
@@ -209,6 +211,12 @@ def merge_grams(first: FieldGrams, second: FieldGrams) -> FieldGrams:
     nothing: with n_1 and n_2 tokens, and δ the difference of their mean keys, their Gram matrix is
     G_1 + G_2 + n_1 n_2 / (n_1 + n_2) δδ^T.
     """
+    shapes = [(grams.queries.shape, grams.keys.shape) for grams in (first, second)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"Gram matrices of different heads cannot be merged, found queries and keys "
+            f"{[tuple(s) for s in shapes[0]]} and {[tuple(s) for s in shapes[1]]}"
+        )
     tokens = first.tokens + second.tokens
     difference = second.mean_key - first.mean_key
     mean_key = first.mean_key + second.tokens / tokens * difference
@@ -450,7 +458,7 @@ _verified = weakref.WeakKeyDictionary()  # model → the ways in which its recor
 
 def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
     """Refuse a model whose logits change when it is recorded; once for each model and way."""
-    way = (model.config._attn_implementation, position)
+    way = (model.config._attn_implementation, position, model.training)
     if way in _verified.setdefault(model, set()):
         return
     stock = model(token_ids, use_cache=False).logits

@@ -15,6 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from matplotlib import ticker
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -234,7 +235,8 @@ def share_of_forward_pass() -> pd.DataFrame:
 def sizes(table: pd.DataFrame, value: str) -> pd.DataFrame:
     """One row for each size of the factors, one column for each way."""
     index = ["tokens", "head_dim", "key_heads"]
-    wide = table[table.part == "size"].pivot(index=index, columns="method", values=value)
+    rows = table[table.part == "size"].astype(dict.fromkeys(index, int))
+    wide = rows.pivot(index=index, columns="method", values=value)
     return wide[[*WAYS, "floor"]].sort_index(ascending=[True, True, False])
 
 
@@ -263,7 +265,7 @@ def measures(table: pd.DataFrame) -> pd.DataFrame:
         ("FactoredMatrix / ours, smallest", gains["FactoredMatrix"].min(), "≥", 4),
         ("error of ours, in σ₁, largest", sizes(table, "sigma_error")["ours"].max(), "≤", 1e-10),
         ("heads where the r90 of ours is wrong", sizes(table, "wrong_r90")["ours"].sum(), "≤", 0),
-        ("all heads of the default model / forward pass, T = 1024", analysed, "≤", 0.1),
+        ("time that all heads of the default model add to its forward pass", analysed, "≤", 0.1),
         (f"time a token, T = {last} / {first}, direct", growth["direct"], "≤", 1.25),
         (f"time a token, T = {last} / {first}, accumulated", growth["accumulated"], "≤", 1.25),
         (f"memory at T = {last} less {first}, accumulated, MB",
@@ -276,13 +278,18 @@ def measures(table: pd.DataFrame) -> pd.DataFrame:
     return result.assign(met=low.where(result.sign == "≤", high))
 
 
+def plain(number: float) -> str:
+    """Three digits, and no exponent where none is needed."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
 def readme_tables(table: pd.DataFrame) -> dict[str, str]:
     """The README's `benchmark` (milliseconds a head) and `measures` in Markdown."""
-    times = sizes(table, "ms").map("{:.3g}".format).reset_index()
+    times = sizes(table, "ms").map(plain).reset_index()
     times = times.rename(columns={"tokens": "T", "head_dim": "d", "key_heads": "key heads"})
     rows = measures(table)
-    shown = pd.DataFrame({"measure": rows.measure, "value": rows.value.map("{:.3g}".format)})
-    shown["bound"] = rows.sign + " " + rows.bound.map("{:g}".format)
+    shown = pd.DataFrame({"measure": rows.measure, "value": rows.value.map(plain)})
+    shown["bound"] = rows.sign + " " + rows.bound.map(plain)
     shown["met"] = rows.met.map({True: "yes", False: "**no**"})
     as_written = {"index": False, "disable_numparse": True}
     return {
@@ -293,26 +300,32 @@ def readme_tables(table: pd.DataFrame) -> dict[str, str]:
 
 def draw(table: pd.DataFrame) -> plt.Figure:
     """Left: milliseconds a head of each way. Middle and right: time and memory of long contexts."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained", width_ratios=[3, 2, 2])
-    plain = sizes(table, "ms").xs(HEADS, level="key_heads")
-    plain.index = [f"T = {tokens}\nd = {head_dim}" for tokens, head_dim in plain.index]
-    plain.plot(ax=axes[0], logy=True, style=["s-", "D-", "v-", "^-", "o-", "k:"], xlabel="")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", width_ratios=[4, 3, 3])
+    own_keys = sizes(table, "ms").xs(HEADS, level="key_heads")
+    names = [f"T = {tokens:,}\nd = {head_dim}" for tokens, head_dim in own_keys.index]
+    markers = {"linestyle": "", "xlabel": "", "xlim": (-0.5, len(names) - 0.5), "ylim": (0.2, 3e6)}
+    own_keys.reset_index(drop=True).plot(ax=axes[0], logy=True, style=[*"sDv^o", "k_"], **markers)
+    axes[0].set_xticks(range(len(names)), names)
+    axes[0].minorticks_off()
     axes[0].set(title="Ways to the singular values", ylabel="time (milliseconds a head)")
-    axes[0].set_xticks(range(len(plain)), plain.index)
-    axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    axes[0].legend(loc="upper left", ncols=2, fontsize="small")
     panels = {"time (milliseconds a head)": "ms", "memory beyond the libraries (MB)": "memory_mb"}
     for ax, (label, value) in zip(axes[1:], panels.items(), strict=True):
         wide = long_contexts(table, value)
-        wide.plot(ax=ax, loglog=True, style=["o-", "s--"], ylabel=label, xlabel="tokens T")
+        wide.plot(ax=ax, loglog=True, style=["o-", "s--"], color=["black", "0.45"])
         ax.set_xticks(wide.index, [f"{tokens // 1024}k" for tokens in wide.index])
+        ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
+        ax.set(xlabel="tokens T (k = 1,024)", ylabel=label)
         ax.legend(title=None, fontsize="small")
     axes[1].set_title("Long contexts: time")
     axes[2].set_title("Long contexts: memory")
     return figure
 
 
-def main() -> None:
+def measure() -> None:
+    """Run everything, and save the table."""
     # Memory first: a process counts what its parent held when it was started.
     parts = [growth(), notebook_memory(), share_of_forward_pass()]
     for tokens, checked in ((1024, HEADS), (4096, 2)):
@@ -321,8 +334,13 @@ def main() -> None:
                 parts.append(compare(tokens, head_dim, key_heads, checked))
     columns = ["part", "method", "tokens", "head_dim", "query_heads", "key_heads", "ms"]
     columns += ["memory_mb", "sigma_error", "wrong_r90", "heads_checked"]
+    table = pd.concat(parts)[columns].convert_dtypes()
     machine = {"processor": processor(), "cores": os.cpu_count()}
-    helpers.save_table(pd.concat(parts)[columns], helpers.ROOT / RESULTS, machine)
+    helpers.save_table(table, helpers.ROOT / RESULTS, machine)
+
+
+def publish() -> None:
+    """From the saved table: the figure, the README's tables, the measures on the screen."""
     table = helpers.load_table(helpers.ROOT / RESULTS)
     helpers.figure_style()
     helpers.save_figure(draw(table), FIGURE, table, helpers.ROOT)
@@ -335,4 +353,5 @@ if __name__ == "__main__":
         alone = {part.__name__: part for part in (idle, direct, accumulated, forward)}
         print(alone[sys.argv[1]](int(sys.argv[2])))
     else:
-        main()
+        measure()
+        publish()

@@ -258,7 +258,9 @@ def test_a_model_that_attends_twice_in_a_layer_is_refused(tiny_model, monkeypatc
 
 
 def test_a_model_whose_logits_differ_is_refused(tiny_model):
-    model = copy.deepcopy(tiny_model("gpt2")).train()  # dropout: no two passes agree
+    model = copy.deepcopy(tiny_model("gpt2"))
+    recorded(model, TOKENS)
+    model.train()  # dropout: no two passes agree
     with pytest.raises(RuntimeError, match=r"^gpt2: the recorded model's logits differ"):
         recorded(model, TOKENS)
 

@@ -264,6 +264,15 @@ def test_workflow_refuses_an_unknown_setting(tmp_path):
     assert "no key 'contxt'" in done.stderr
 
 
+def test_workflow_knows_its_files_by_full_paths(tmp_path):
+    """While a notebook runs, papermill has changed the working folder of the whole process."""
+    command = ["snakemake", "--summary", "--snakefile", helpers.ROOT / "Snakefile"]
+    done = run(*command, "results", "--config", "build=build", cwd=tmp_path)
+    rows = done.stdout.splitlines()[1:]
+    assert len(rows) == len(NOTEBOOKS), done.stderr
+    assert all(row.startswith(f"{tmp_path.resolve()}/build/notebooks/") for row in rows)
+
+
 def test_failed_workflow_ends_with_the_message(tmp_path):
     done = run(*snakemake(tmp_path, "results"), "context=9000", cwd=helpers.ROOT)
     assert done.returncode != 0

@@ -393,6 +393,18 @@ def test_accumulator_refuses_what_it_cannot_square(side, value, message):
         helpers.field_grams(factors["query"], factors["key"])
 
 
+@pytest.mark.parametrize(("queries", "keys"), [((2, 0, 8), (2, 0, 8)), ((2, 40, 8), (2, 0, 8))])
+def test_accumulator_refuses_a_chunk_of_no_tokens(queries, keys):
+    with pytest.raises(ValueError, match=r"empty: .* and \(2, 0, 8\)"):
+        helpers.field_grams(torch.ones(queries), torch.ones(keys))
+
+
+def test_accumulator_refuses_to_merge_other_heads():
+    one, three = (helpers.field_grams(gaussian(3, 40, 8), gaussian(n, 40, 8)) for n in (1, 3))
+    with pytest.raises(ValueError, match=r"different heads .* \(1, 8, 8\)\] and .* \(3, 8, 8\)\]"):
+        helpers.merge_grams(one, three)
+
+
 def test_logit_field_names_both_shapes_when_heads_do_not_divide():
     with pytest.raises(ValueError, match=r"multiple of H_kv, found \(3, 40, 8\) and \(2, 40, 8\)"):
         helpers.logit_singular_values(gaussian(3, 40, 8), gaussian(2, 40, 8), 1)
