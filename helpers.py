@@ -58,6 +58,7 @@ GUTENBERG = "https://www.gutenberg.org/cache/epub/{id}/pg{id}.txt"
 # ---------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     """Singular values of ``left @ right.mT`` without forming the product.
 
@@ -67,7 +68,7 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     matrices square the condition number, so a head whose smallest value could be off by more
     than 1e-11 of its largest, or whose Gram matrix is singular, is done by thin QR instead.
     Cost O((T + S) d²) a head, and right's Gram matrix is formed once however often it broadcasts;
-    memory beyond the factors: one head's factor in float64, and d×d for every head.
+    memory beyond the factors: one head's factor in float64, and d×d for every head. No gradient.
 
     Raises ValueError for mismatched d, an empty input, or a NaN or infinity (naming the head).
     """
@@ -107,7 +108,6 @@ def _gram(factor: Tensor, mean: Tensor | None = None) -> Tensor:
 
     With `mean` [..., d], that of the rows less their head's mean.
     """
-    factor = factor.detach()
     *batch, rows, columns = factor.shape
     gram = factor.new_empty(*batch, columns, columns, dtype=torch.float64)
     buffer = factor.new_empty(rows, columns, dtype=torch.float64)
@@ -186,6 +186,7 @@ class FieldGrams(NamedTuple):
     keys: Tensor  # (K - 1k̄^T)^T (K - 1k̄^T) [H_kv, d, d]
 
 
+@torch.no_grad()
 def field_grams(queries: Tensor, keys: Tensor) -> FieldGrams:
     """The Gram matrices of one chunk of tokens: queries [H, T, d], keys [H_kv, T, d].
 

@@ -168,10 +168,20 @@ def test_product_of_non_contiguous_factors():
     assert torch.equal(left, before)
 
 
-def test_product_of_parameters():
-    left, right = (torch.nn.Parameter(gaussian(3, 40, 8, seed=seed)) for seed in (0, 1))
-    expected = helpers.product_singular_values(left.detach(), right.detach())
-    assert torch.equal(helpers.product_singular_values(left, right), expected)
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_product_and_accumulator_on_any_device(monkeypatch, is_cpu):
+    """Numpy multiplies on the CPU, torch elsewhere; parameters carry no gradient into either."""
+    queries, keys = (torch.nn.Parameter(1e3 + gaussian(3, 40, 8, seed=seed)) for seed in (0, 1))
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True).detach())
+    monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
+    found = [
+        helpers.logit_singular_values(queries.detach(), keys.detach(), 0.3),
+        helpers.logit_singular_values(queries, keys, 0.3),
+        accumulated(queries, keys, [13], random.Random(0)),
+    ]
+    for sigma in found:
+        assert not sigma.requires_grad
+        assert_same_spectrum(sigma, dense)
 
 
 def test_product_with_a_zero_factor_is_zero():
