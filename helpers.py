@@ -103,11 +103,8 @@ def product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     return sigma
 
 
-def _gram(factor: Tensor, mean: Tensor | None = None) -> Tensor:
-    """Gram matrices factor^T factor, float64 [..., d, d], by way of one float64 head at a time.
-
-    With `mean` [..., d], that of the rows less their head's mean.
-    """
+def _gram(factor: Tensor) -> Tensor:
+    """Gram matrices factor^T factor, float64 [..., d, d], by way of one float64 head at a time."""
     *batch, rows, columns = factor.shape
     gram = factor.new_empty(*batch, columns, columns, dtype=torch.float64)
     buffer = factor.new_empty(rows, columns, dtype=torch.float64)
@@ -120,8 +117,6 @@ def _gram(factor: Tensor, mean: Tensor | None = None) -> Tensor:
     with _BLAS.limit(limits=1), np.errstate(all="ignore"):
         for head in np.ndindex(*batch):
             buffer.copy_(factor[head])
-            if mean is not None:
-                buffer -= mean[head]
             product(*operands, out=grams[head])
     return gram
 
@@ -182,6 +177,7 @@ class FieldGrams(NamedTuple):
 
     tokens: int
     mean_key: Tensor  # k̄ [H_kv, d]
+    mean_rest: Tensor  # k̄ less its rounding, mean_key [H_kv, d]
     queries: Tensor  # Q^T Q [H, d, d]
     keys: Tensor  # (K - 1k̄^T)^T (K - 1k̄^T) [H_kv, d, d]
 
@@ -191,26 +187,33 @@ def field_grams(queries: Tensor, keys: Tensor) -> FieldGrams:
     """The Gram matrices of one chunk of tokens: queries [H, T, d], keys [H_kv, T, d].
 
     For a context too long to hold: `merge_grams` of its chunks, then `grams_singular_values`.
-    Raises ValueError for heads that do not group, or a NaN or infinity (naming the head).
+    Raises ValueError for shapes that do not fit, an empty chunk, a NaN or infinity (naming the
+    head), or a factor that float64 cannot square.
     """
     _grouped(queries, keys)
-    if 0 in queries.shape or 0 in keys.shape:
-        raise ValueError(f"factors are empty: {tuple(queries.shape)} and {tuple(keys.shape)}")
+    if queries.shape[1:] != keys.shape[1:] or 0 in queries.shape:
+        raise ValueError(
+            f"a chunk needs queries [H, T, d] and keys [H_kv, T, d] with the same T and d, none of "
+            f"them 0, found {tuple(queries.shape)} and {tuple(keys.shape)}"
+        )
     mean_key = keys.mean(dim=-2, dtype=torch.float64)
-    grams = _gram(queries), _gram(keys, mean_key)
-    for name, factor, gram in zip(("query", "key"), (queries, keys), grams, strict=True):
-        if not gram.isfinite().all():
+    spread = keys - mean_key.unsqueeze(-2)
+    grams = _gram(queries), _gram(spread)
+    for name, factor, gram in zip(("query", "key"), (queries, spread), grams, strict=True):
+        lost = (_unit_gram(gram)[0] == 0).all(-1).all(-1)
+        if factor[lost].any():
             _require_finite(name, factor)
-            raise ValueError(f"the {name} factor overflows float64 when squared: scale it down")
-    return FieldGrams(keys.shape[-2], mean_key, *grams)
+            raise ValueError(f"the {name} factor is too large or too small to square: rescale it")
+    return FieldGrams(keys.shape[-2], mean_key, spread.mean(dim=-2), *grams)
 
 
 def merge_grams(first: FieldGrams, second: FieldGrams) -> FieldGrams:
-    """The Gram matrices of two sets of tokens together; any order of merging gives the same.
+    """The Gram matrices of two sets of tokens together; merged in any order, the same to rounding.
 
-    Centred keys merge by the pairwise update of Chan, Golub and LeVeque (1983), which cancels
-    nothing: with n_1 and n_2 tokens, and δ the difference of their mean keys, their Gram matrix is
-    G_1 + G_2 + n_1 n_2 / (n_1 + n_2) δδ^T.
+    Centred keys merge by the pairwise update of Chan, Golub and LeVeque (1983): with n_1 and n_2
+    tokens, and δ the difference of their mean keys, their Gram matrix is
+    G_1 + G_2 + n_1 n_2 / (n_1 + n_2) δδ^T. The means are kept to twice the digits of float64, so
+    that δ is exact even where they are large and close.
     """
     shapes = [(grams.queries.shape, grams.keys.shape) for grams in (first, second)]
     if shapes[0] != shapes[1]:
@@ -219,12 +222,16 @@ def merge_grams(first: FieldGrams, second: FieldGrams) -> FieldGrams:
             f"{[tuple(s) for s in shapes[0]]} and {[tuple(s) for s in shapes[1]]}"
         )
     tokens = first.tokens + second.tokens
-    difference = second.mean_key - first.mean_key
-    mean_key = first.mean_key + second.tokens / tokens * difference
+    delta = (second.mean_key - first.mean_key) + (second.mean_rest - first.mean_rest)
+    step = second.tokens / tokens * delta
+    mean_key = first.mean_key + step
+    lost = step - (mean_key - first.mean_key)  # in the sum, to rounding
     weight = first.tokens * second.tokens / tokens
-    between = weight * difference.unsqueeze(-1) * difference.unsqueeze(-2)
-    keys = first.keys + second.keys + between
-    return FieldGrams(tokens, mean_key, first.queries + second.queries, keys)
+    queries = first.queries + second.queries
+    keys = first.keys + second.keys + weight * delta.unsqueeze(-1) * delta.unsqueeze(-2)
+    if not (queries.isfinite().all() and keys.isfinite().all()):
+        raise ValueError("the merged Gram matrices overflow float64: scale the factors down")
+    return FieldGrams(tokens, mean_key, first.mean_rest + lost, queries, keys)
 
 
 def grams_singular_values(grams: FieldGrams, scale: float) -> Tensor:
@@ -262,7 +269,8 @@ def causal_singular_values(queries: Tensor, keys: Tensor, scale: float) -> Tenso
 
 def _grouped(queries: Tensor, keys: Tensor) -> Tensor:
     """Queries [H, T, d] as [H_kv, H/H_kv, T, d], one group for each key head."""
-    if queries.ndim != 3 or keys.ndim != 3 or queries.shape[0] % keys.shape[0]:
+    shapes_fit = queries.ndim == keys.ndim == 3 and len(keys) > 0
+    if not shapes_fit or len(queries) % len(keys):
         raise ValueError(
             f"queries [H, T, d] and keys [H_kv, T, d] need H a multiple of H_kv, found "
             f"{tuple(queries.shape)} and {tuple(keys.shape)}"

@@ -1,7 +1,10 @@
 """Attention: a visitor sees what softmax sees, in order, and leaves the model as it was."""
 
 import copy
+import gc
 import sys
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -261,8 +264,31 @@ def test_a_model_whose_logits_differ_is_refused(tiny_model):
     model = copy.deepcopy(tiny_model("gpt2"))
     recorded(model, TOKENS)
     model.train()  # dropout: no two passes agree
-    with pytest.raises(RuntimeError, match=r"^gpt2: the recorded model's logits differ"):
+    for _ in range(2):  # a refusal is not forgotten
+        with pytest.raises(RuntimeError, match=r"^gpt2: the recorded model's logits differ"):
+            recorded(model, TOKENS)
+
+
+@pytest.mark.parametrize(("change", "refused"), [(1e-6, False), (1e-3, True)])
+def test_a_small_difference_of_logits_is_refused_and_rounding_is_not(tiny_model, change, refused):
+    model = tiny_model("llama")
+
+    def disturb(module, _, output):
+        if model.config._attn_implementation == "visited":
+            output.logits = output.logits + change * output.logits.abs().max()
+
+    model.register_forward_hook(disturb)
+    with pytest.raises(RuntimeError, match="logits differ") if refused else nullcontext():
         recorded(model, TOKENS)
+
+
+def test_a_recorded_model_can_be_forgotten(tiny_model):
+    model = tiny_model("llama")
+    recorded(model, TOKENS)
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_model_is_compared_once_for_each_way_of_recording_it(tiny_model):

@@ -323,13 +323,14 @@ CHUNKS = st.lists(st.integers(1, 39), max_size=8)
 ORDER = st.randoms(use_true_random=False)
 
 
-@given(CHUNKS, ORDER, st.sampled_from([1, 3, 7]), st.sampled_from([0.0, 2.0, 1e4]))
+@given(CHUNKS, ORDER, st.sampled_from([1, 3, 7]), st.sampled_from([0.0, 2.0, 1e4, 1e8]))
 def test_accumulated_field_in_any_chunks_and_order(cuts, order, group, mean):
-    """Keys far from 0, too: K^T K - T k k^T would lose eight digits at a mean of 1e4."""
+    """Keys far from 0, too, where K^T K - T k k^T and even the means of float64 lose digits."""
     queries, keys = gaussian(2 * group, 40, 8), mean + gaussian(2, 40, 8, seed=1)
+    shifted = keys - keys[:, :1]  # exact, and the same field once the rows are centred
     found = accumulated(queries, keys, cuts, order)
     assert found.shape == (2 * group, 8)
-    assert_same_spectrum(found, torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True)))
+    assert_same_spectrum(found, torch.linalg.svdvals(dense_fields(queries, shifted, 0.3, True)))
 
 
 @given(CHUNKS, ORDER, st.floats(0, 12), st.floats(0, 12))
@@ -381,8 +382,9 @@ def test_merged_grams_are_those_of_all_tokens_and_leave_their_parts_alone():
     parts = [helpers.field_grams(queries[:, s], keys[:, s]) for s in (slice(9), slice(9, 40))]
     before = copy.deepcopy(parts)
     merged = helpers.merge_grams(*parts)
-    for found, expected in zip(merged, helpers.field_grams(queries, keys), strict=True):
-        assert_close(found, expected)
+    whole = helpers.field_grams(queries, keys)
+    for part in ("tokens", "mean_key", "queries", "keys"):
+        assert_close(getattr(merged, part), getattr(whole, part))
     for part, kept in zip(itertools.chain(*parts), itertools.chain(*before), strict=True):
         assert_close(part, kept, rtol=0, atol=0)
 
@@ -393,7 +395,7 @@ def test_merged_grams_are_those_of_all_tokens_and_leave_their_parts_alone():
     [
         (math.nan, r"{side} factor of head \(1,\) has NaN or infinite"),
         (math.inf, r"{side} factor of head \(1,\) has NaN or infinite"),
-        (1e200, "{side} factor overflows float64 when squared"),
+        (1e200, "{side} factor is too large or too small to square"),
     ],
 )
 def test_accumulator_refuses_what_it_cannot_square(side, value, message):
@@ -403,10 +405,35 @@ def test_accumulator_refuses_what_it_cannot_square(side, value, message):
         helpers.field_grams(factors["query"], factors["key"])
 
 
-@pytest.mark.parametrize(("queries", "keys"), [((2, 0, 8), (2, 0, 8)), ((2, 40, 8), (2, 0, 8))])
-def test_accumulator_refuses_a_chunk_of_no_tokens(queries, keys):
-    with pytest.raises(ValueError, match=r"empty: .* and \(2, 0, 8\)"):
+def test_accumulator_takes_small_factors_and_refuses_those_it_would_lose():
+    queries, keys = 1e-130 * gaussian(2, 40, 8), gaussian(2, 40, 8, seed=1)
+    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, True))
+    assert_same_spectrum(accumulated(queries, keys, [13], random.Random(0)), dense)
+    with pytest.raises(ValueError, match="query factor is too large or too small to square"):
+        helpers.field_grams(1e-20 * queries, keys)
+
+
+def test_accumulator_refuses_a_sum_beyond_float64():
+    queries, keys = gaussian(2, 40, 8), torch.ones(2, 40, 8).double()
+    near, far = helpers.field_grams(queries, keys), helpers.field_grams(queries, 1e160 * keys)
+    with pytest.raises(ValueError, match="merged Gram matrices overflow float64"):
+        helpers.merge_grams(near, far)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ((2, 0, 8), (2, 0, 8)),
+        ((2, 40, 8), (2, 0, 8)),
+        ((2, 40, 8), (2, 30, 8)),
+        ((2, 40, 8), (2, 40, 6)),
+        ((2, 40, 0), (2, 40, 0)),
+    ],
+)
+def test_accumulator_refuses_shapes_that_do_not_fit(queries, keys):
+    with pytest.raises(ValueError, match="the same T and d, none of them 0, found") as raised:
         helpers.field_grams(torch.ones(queries), torch.ones(keys))
+    assert str(raised.value).endswith(f"{queries} and {keys}")
 
 
 def test_accumulator_refuses_to_merge_other_heads():
@@ -415,9 +442,11 @@ def test_accumulator_refuses_to_merge_other_heads():
         helpers.merge_grams(one, three)
 
 
-def test_logit_field_names_both_shapes_when_heads_do_not_divide():
-    with pytest.raises(ValueError, match=r"multiple of H_kv, found \(3, 40, 8\) and \(2, 40, 8\)"):
-        helpers.logit_singular_values(gaussian(3, 40, 8), gaussian(2, 40, 8), 1)
+@pytest.mark.parametrize(("queries", "keys"), [((3, 40, 8), (2, 40, 8)), ((3, 40, 8), (0, 40, 8))])
+def test_logit_field_names_both_shapes_when_heads_do_not_divide(queries, keys):
+    with pytest.raises(ValueError, match="multiple of H_kv, found") as raised:
+        helpers.logit_singular_values(gaussian(*queries), gaussian(*keys), 1)
+    assert str(raised.value).endswith(f"{queries} and {keys}")
 
 
 @pytest.mark.parametrize(("tokens", "group"), [(1, 1), (5, 3), (30, 1), (30, 3)])
