@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import hashlib
 import http.client
-import importlib.metadata
 import itertools
 import json
 import os
@@ -907,7 +906,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _with_versions(provenance: dict) -> dict:
-    versions = {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy")}
+    versions = {lib.__name__: str(lib.__version__) for lib in (torch, transformers, np)}
     return {**provenance, **versions}
 
 
