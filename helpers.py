@@ -1024,7 +1024,11 @@ def readme_tables(root: Path) -> dict[str, str]:
                 "seconds": runtimes["seconds"].get(path.stem, ""),
             }
         )
-    tables = {"verdicts": verdicts, "notebooks": pd.DataFrame(rows)}
+    return as_markdown(verdicts=verdicts, notebooks=pd.DataFrame(rows))
+
+
+def as_markdown(**tables: pd.DataFrame) -> dict[str, str]:
+    """Tables in Markdown by name, every cell as it is written."""
     as_written = {"index": False, "disable_numparse": True}
     return {name: table.to_markdown(**as_written) for name, table in tables.items()}
 

@@ -208,7 +208,7 @@ def notebook_memory() -> pd.DataFrame:
 
 
 def share_of_forward_pass() -> pd.DataFrame:
-    """Seconds of the default model's forward pass, and of one whose every head is analysed."""
+    """Milliseconds of the default model's forward pass, and of one whose every head is analysed."""
     source = helpers.load_model("smollm2-135m")
     token_ids = helpers.token_window(source, helpers.load_text("alice"), 1024)
     model, threads = source.model, torch.get_num_threads()
@@ -297,11 +297,7 @@ def readme_tables(table: pd.DataFrame) -> dict[str, str]:
     shown = pd.DataFrame({"measure": rows.measure, "value": rows.value.map(plain)})
     shown["bound"] = rows.sign + " " + rows.bound.map(plain)
     shown["met"] = rows.met.map({True: "yes", False: "**no**"})
-    as_written = {"index": False, "disable_numparse": True}
-    return {
-        "benchmark": times.to_markdown(**as_written),
-        "measures": shown.to_markdown(**as_written),
-    }
+    return helpers.as_markdown(benchmark=times, measures=shown)
 
 
 def draw(table: pd.DataFrame) -> plt.Figure:
