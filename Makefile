@@ -15,7 +15,7 @@ unexport MPLBACKEND
 SNAKEMAKE := $(BIN)/python -m snakemake --cores 1 --nolock --rerun-incomplete --force-use-threads
 CONFIG = $(if $(MODELS),models="$(MODELS)") $(if $(TEXTS),texts="$(TEXTS)")
 
-.PHONY: help results test lab bench publish clean distclean
+.PHONY: help results test lab bench publish second clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,9 +36,13 @@ bench: .venv-bench/.installed ## time and memory of the spectra beside other way
 
 publish: $(STAMP) ## refresh the README's tables, then execute the committed notebooks in place
 	@$(SNAKEMAKE) readme
+	$(BIN)/python tests/families.py
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 	    --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.coalesce_streams=True \
 	    notebooks/*.ipynb
+
+second: $(STAMP) ## run a second model, gemma-3-270m (240 MB), and put its verdicts into the README
+	@$(SNAKEMAKE) second --config models="smollm2-135m gemma-3-270m" output=build/second build=build/second
 
 clean: ## remove what runs and tools left, but keep downloads and environments
 	rm -rf build .snakemake .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -149,6 +149,23 @@ rule readme:
         helpers.update_readme(helpers.ROOT, helpers.readme_tables(helpers.ROOT))
 
 
+# `make second`: another model beside the default one, in a folder of their own; of its results, the
+# repository keeps the verdicts.
+rule second:
+    input:
+        rules.results.input,
+    run:
+        import helpers
+
+        name = helpers.results_name(list(MODELS.values())[-1])
+        claims = helpers.claim_table(Path(OUTPUT))
+        columns = ["id", "model", "measured", "verdict"]
+        facts = {"models": list(MODELS.values()), "texts": TEXTS, "context": config["context"]}
+        path = helpers.ROOT / "data/results/second_model.csv"
+        helpers.save_table(claims.loc[claims.model == name, columns], path, facts)
+        helpers.update_readme(helpers.ROOT, helpers.readme_tables(helpers.ROOT))
+
+
 rule theory:
     input:
         notebook=ROOT / "notebooks/01_theory.ipynb",

@@ -1364,7 +1364,7 @@ def claim_table(output: Path) -> pd.DataFrame:
 
 
 def readme_tables(root: Path) -> dict[str, str]:
-    """The README's computed tables in Markdown, by name: `verdicts` and `notebooks`."""
+    """The README's computed tables in Markdown: `verdicts`, `second` and `notebooks`."""
     claims = claim_table(root)
     verdicts = pd.DataFrame({"claim": claims.id})
     verdicts["statement, *and our reading*"] = claims.statement + "; *" + claims.reading + "*"
@@ -1373,6 +1373,11 @@ def readme_tables(root: Path) -> dict[str, str]:
     named = (claims.model + ": ").where(several & (claims.model != ""), "")
     verdicts["measured"] = named + claims.measured
     verdicts["verdict"] = "**" + claims.verdict + "**"
+    second = load_table(root / "data" / "results" / "second_model.csv")
+    papers = {number: claim["paper"] for number, claim in load_claims().items()}
+    second.insert(1, "paper", second.id.map(papers))
+    second = second.rename(columns={"id": "claim"}).drop(columns="model")
+    second["verdict"] = "**" + second.verdict + "**"
     runtimes = load_table(root / "data" / "results" / "runtimes.csv").set_index("notebook")
     rows = []
     for path in sorted((root / "notebooks").glob("*.ipynb")):
@@ -1387,7 +1392,7 @@ def readme_tables(root: Path) -> dict[str, str]:
                 "seconds": runtimes["seconds"].get(path.stem, ""),
             }
         )
-    return as_markdown(verdicts=verdicts, notebooks=pd.DataFrame(rows))
+    return as_markdown(verdicts=verdicts, second=second, notebooks=pd.DataFrame(rows))
 
 
 def as_markdown(**tables: pd.DataFrame) -> dict[str, str]:
