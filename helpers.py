@@ -1038,7 +1038,7 @@ def _one_line(problem: str):
     """Say in one line what a library says in many, with what it was about."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RuntimeError(f"{problem}: {reason}") from None
 
@@ -1078,17 +1078,24 @@ def _weight_files(folder: Path) -> dict[str, str]:
         raise ValueError(
             "it needs config.json and model.safetensors, or its shards and their index"
         )
-    if single.is_file():
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single.name)
-    files = json.loads(index.read_text("utf-8")).get("weight_map", {})
-    for file in set(files.values()):
+    shards, files = [single.name], {}
+    if not single.is_file():
+        try:
+            shards = sorted(set(map(str, json.loads(index.read_bytes())["weight_map"].values())))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index.name} is not an index of shards: get it again") from None
+    for file in shards:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(
                 f"{index.name} names {file!r}, which is not a safetensors file beside it"
             )
         if not (folder / file).is_file():
             raise ValueError(f"{file}, which {index.name} names, is missing: get it again")
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                files |= dict.fromkeys(opened.keys(), file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}): get it again") from None
     return files
 
 

@@ -1,0 +1,38 @@
+"""What the tests of sources and of checkpoints ask: files, messages, models."""
+
+import hashlib
+
+import torch
+from torch.testing import assert_close
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def files_in(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def one_line(raised):
+    message = str(raised.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def assert_same_model(loaded, model, tokenizer):
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert_close(loaded.model(tokens).logits, model(tokens).logits)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert not loaded.model.training
+    sentence = "the cat sat on a naïve mat"
+    ids = [
+        t(sentence, add_special_tokens=False)["input_ids"] for t in (loaded.tokenizer, tokenizer)
+    ]
+    assert ids[0] == ids[1]

@@ -1,0 +1,187 @@
+"""Models: the hub, local folders in one file or several, GGUF files; weights read layer by layer.
+
+The hub is a server on this machine.
+"""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from torch.testing import assert_close
+
+import families
+import helpers
+from checks import assert_same_model, files_in, one_line, truncate
+
+
+def assert_same_weights(found, expected):
+    found, expected = list(found), list(expected)
+    assert len(found) == len(expected) > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.layer == theirs.layer
+        for part, other in zip(ours[1:], theirs[1:], strict=True):
+            assert (part is None) == (other is None)
+            assert part is None or torch.equal(part, other)
+
+
+# Local folders --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", ["1GB", "20kB"])
+def test_a_local_folder(folder, tiny_llama, tokenizer, dtype, shard):
+    """In float32 whatever it was saved in."""
+    rounded = copy.deepcopy(tiny_llama)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    (folder / "model.safetensors").unlink()
+    copy.deepcopy(rounded).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == "20kB")
+    loaded = helpers.load_model(str(folder))
+    assert_same_model(loaded, rounded, tokenizer)
+    assert loaded.name == loaded.provenance["model"] == "my-model-v1-5"
+    assert loaded.provenance["model_origin"] == "local folder"
+    checkpoint = helpers.load_checkpoint(str(folder))
+    assert (checkpoint.name, checkpoint.provenance) == (loaded.name, loaded.provenance)
+    assert_same_weights(helpers.head_weights(checkpoint), helpers.head_weights(rounded))
+
+
+def test_a_local_folder_is_known_by_its_weights(folder, tiny_model, tokenizer):
+    first = helpers.load_model(str(folder)).provenance["model_sha256"]
+    assert helpers.load_model(str(folder)).provenance["model_sha256"] == first
+    tiny_model("llama", vocab_size=len(tokenizer), head_dim=6).save_pretrained(folder)
+    assert helpers.load_model(str(folder)).provenance["model_sha256"] != first
+
+
+def tensors_of(folder):
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def put(folder, tensors):
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", families.KNOWN)
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_checkpoint_holds_the_weights_of_its_model(tmp_path, tiny_model, family, prefixed):
+    """Whether or not its names begin with the model's: some are saved by the inner model."""
+    model = tiny_model(family)
+    if prefixed:
+        model.save_pretrained(tmp_path, max_shard_size="20kB")
+    else:
+        model.base_model.save_pretrained(tmp_path)
+        assert not any(
+            name.startswith(model.base_model_prefix + ".") for name in tensors_of(tmp_path)
+        )
+    checkpoint = helpers.load_checkpoint(str(tmp_path))
+    assert checkpoint.provenance["left_out"] == helpers.left_out(model.config, model.state_dict())
+    assert_same_weights(helpers.head_weights(checkpoint), helpers.head_weights(model))
+
+
+def test_a_checkpoint_needs_no_tokenizer_and_reads_a_tensor_when_it_is_asked(tmp_path, tiny_model):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="20kB")
+    checkpoint = helpers.load_checkpoint(str(tmp_path))
+    layers = helpers.head_weights(checkpoint)
+    next(layers)
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(FileNotFoundError):
+        next(layers)
+
+
+QUERY, KEY = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
+
+
+def changed(**changes):
+    """A change of tensors by name; None takes one out."""
+
+    def change(folder):
+        tensors = {**tensors_of(folder), **changes}
+        put(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+    return change
+
+
+def configured(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def sharded(index=None, **files):
+    """In shards, with another index, or other files for tensors by name."""
+
+    def change(folder):
+        safetensors.torch.save_file(tensors_of(folder), folder / "a.safetensors")
+        weight_map = dict.fromkeys(tensors_of(folder), "a.safetensors")
+        (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+        text = (
+            json.dumps({"metadata": {}, "weight_map": {**weight_map, **files}})
+            if index is None
+            else index
+        )
+        (folder / "model.safetensors.index.json").write_text(text, errors="surrogateescape")
+
+    return change
+
+
+def with_pickles(name):
+    def change(folder):
+        torch.save(tensors_of(folder), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").rename(folder / name)
+
+    return change
+
+
+def with_a_truncated_shard(folder):
+    sharded()(folder)
+    truncate(folder / "a.safetensors")
+
+
+LACKS, BESIDE = "needs config.json and model.safetensors", "not a safetensors file beside it"
+INDEX = "index.json is not an index of shards: get it again"
+# What neither load_model nor load_checkpoint takes.
+DEFECTS = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), LACKS),
+    "config damaged": (lambda folder: (folder / "config.json").write_text("{"), "config"),
+    "weights truncated": (
+        lambda folder: truncate(folder / "model.safetensors"),
+        "safetensors is damaged .*: get it again",
+    ),
+    "weights empty": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        "safetensors is damaged",
+    ),
+    "only a pickle": (with_pickles("elsewhere"), LACKS),
+    "a pickle and an adapter": (with_pickles("adapter.safetensors"), LACKS),
+    "a shard outside": (sharded(**{KEY: "../outside.safetensors"}), BESIDE),
+    "a shard of a folder": (sharded(**{KEY: "/outside.safetensors"}), BESIDE),
+    "a shard that is a pickle": (sharded(**{KEY: "pytorch_model.bin"}), BESIDE),
+    "a shard of no name": (sharded(**{KEY: 7}), BESIDE),
+    "a shard missing": (sharded(**{KEY: "b.safetensors"}), "b.safetensors.* is missing: get it"),
+    "a shard truncated": (with_a_truncated_shard, "safetensors is damaged .*: get it again"),
+    "an index that is not JSON": (sharded("{"), INDEX),
+    "an index that is not text": (sharded("\udcff"), INDEX),
+    "an index that is a list": (sharded("[]"), INDEX),
+    "an index of nothing": (sharded("{}"), INDEX),
+    "an index of a list": (sharded('{"weight_map": ["a.safetensors"]}'), INDEX),
+}
+
+
+@pytest.mark.parametrize("load", [helpers.load_model, helpers.load_checkpoint])
+@pytest.mark.parametrize(("defect", "message"), DEFECTS.values(), ids=DEFECTS)
+def test_a_defective_folder_is_refused(folder, load, defect, message):
+    defect(folder)
+    before = files_in(folder)
+    with pytest.raises(RuntimeError, match=message) as raised:
+        load(str(folder))
+    assert one_line(raised).startswith(f"cannot load model '{folder}': ")
+    assert files_in(folder) == before
