@@ -485,8 +485,9 @@ FAMILIES = {
 # unknown norm) could change its queries and keys unseen.
 _PARTS = re.compile(
     r"(([qkvoc]|qkv|out)_proj|c_attn|query_key_value|dense|[qk]_norm)\.(weight|bias)"
-    r"|sinks|bias|masked_bias|rotary_emb\.inv_freq"
+    r"|sinks"
 )
+_BUFFERS = ("bias", "masked_bias", "rotary_emb.inv_freq")  # constants that old checkpoints hold
 
 
 def _family(config) -> tuple[str, Callable]:
@@ -514,6 +515,8 @@ def head_weights(source) -> Iterator[HeadWeights]:
     """
     config = source.config
     tensors, projections = _attention_tensors(source), _family(config)[1]
+    if isinstance(source, Checkpoint):
+        _require_attention(config, tensors)
     shapes = [(n, _head_dim(config), config.hidden_size) for n in _head_counts(config)]
     for layer in range(config.num_hidden_layers):
         place = f"layer {layer} of {config.model_type}"
@@ -543,7 +546,7 @@ def _attention_tensors(source) -> dict[int, dict[str, Callable[[], Tensor]]]:
     inside = re.compile(rf"(?:.*\.)?{module}\.(.+)")
     parts: dict[int, dict[str, Callable]] = {}
     for name, tensor in tensors.items():
-        if match := inside.fullmatch(name):
+        if (match := inside.fullmatch(name)) and match[2] not in _BUFFERS:
             layer = parts.setdefault(int(match[1]), {})
             if match[2] in layer or not _PARTS.fullmatch(match[2]):
                 raise ValueError(
@@ -552,6 +555,20 @@ def _attention_tensors(source) -> dict[int, dict[str, Callable[[], Tensor]]]:
                 )
             layer[match[2]] = tensor
     return parts
+
+
+def _require_attention(config, tensors: dict[int, dict]) -> None:
+    """Refuse a checkpoint that lacks, or has besides, a tensor of its model's attention."""
+    with _one_line("cannot build a model from config.json"), torch.device("meta"):
+        expected = _attention_tensors(transformers.AutoModelForCausalLM.from_config(config))
+    for layer in sorted(tensors.keys() | expected.keys()):
+        found, wanted = (set(parts.get(layer, {})) for parts in (tensors, expected))
+        for verb, names in (("lacks", wanted - found), ("has", found - wanted)):
+            if names:
+                raise ValueError(
+                    f"layer {layer} of {config.model_type} {verb} {min(names)}: weights and "
+                    f"config.json do not belong together"
+                )
 
 
 def _read(parts: dict[str, Callable], place: str, name: str, required: bool = True):
@@ -1005,10 +1022,9 @@ def load_model(name: str) -> LoadedModel:
     options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     with _one_line(f"cannot load model {name!r}"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **options
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-        if info["missing_keys"]:  # transformers would fill them with random numbers
-            raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+        _require_loaded(info)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     provenance["left_out"] = left_out(model.config, dict(model.named_parameters()))
     return LoadedModel(provenance["model"], model.eval(), tokenizer, provenance)
@@ -1033,13 +1049,28 @@ def load_checkpoint(name: str) -> Checkpoint:
     return Checkpoint(provenance["model"], config, tensors, provenance)
 
 
+def _require_loaded(info: dict) -> None:
+    """Refuse what transformers would fill with random numbers, or leave out without a word."""
+    if info["missing_keys"]:
+        raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{name} is {list(stored)}, its configuration expects {list(expected)}: weights and "
+            f"configuration do not belong together"
+        )
+    for name in sorted(info["unexpected_keys"]):
+        if re.search(r"\.\d+\.", name):  # in a layer
+            raise ValueError(f"its weights have {name}, which its configuration has no place for")
+
+
 @contextlib.contextmanager
 def _one_line(problem: str):
     """Say in one line what a library says in many, with what it was about."""
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
+        reason = reason.splitlines()[0]
         raise RuntimeError(f"{problem}: {reason}") from None
 
 
@@ -1197,10 +1228,13 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
             options = {"gguf_file": "model.gguf", "trust_remote_code": False}
             with _one_line(f"cannot convert {label}"):
                 model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                    temporary, dtype=torch.float32, output_loading_info=True, **options
+                    temporary,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
                 )
-                if info["missing_keys"]:
-                    raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+                _require_loaded(info)
                 _require_as_stored(model, *stored)
             # The weights are plain float32 now; what still calls them GGUF would stop the saving.
             model.hf_quantizer = None

@@ -5,14 +5,12 @@ The hub is a server on this machine.
 
 import copy
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
 import safetensors.torch
 import torch
-from torch.testing import assert_close
 
 import families
 import helpers
@@ -185,3 +183,111 @@ def test_a_defective_folder_is_refused(folder, load, defect, message):
         load(str(folder))
     assert one_line(raised).startswith(f"cannot load model '{folder}': ")
     assert files_in(folder) == before
+
+
+ANOTHER, OTHER_SHAPES = "belong together", "not of its configuration's shapes"
+PLAIN = "without quantisation"
+# What load_model does not take, and head_weights not from a checkpoint:
+# the defect → what the first says, and the second.
+UNFIT = {
+    "more query heads": (configured(num_attention_heads=8), ANOTHER, OTHER_SHAPES),
+    "fewer key heads": (configured(num_key_value_heads=1), ANOTHER, OTHER_SHAPES),
+    "no key heads": (configured(num_key_value_heads=0), "by zero", "cannot build a model"),
+    "smaller heads": (configured(head_dim=4), ANOTHER, OTHER_SHAPES),
+    "wider": (configured(hidden_size=48), ANOTHER, OTHER_SHAPES),
+    "more layers": (
+        configured(num_hidden_layers=4),
+        "lack model.layers.3.",
+        "layer 3 of llama lacks",
+    ),
+    "fewer layers": (
+        configured(num_hidden_layers=2),
+        "have model.layers.2.",
+        "layer 2 of llama has",
+    ),
+    "no keys": (changed(**{KEY: None}), f"lack {KEY}", "layer 1 of llama lacks k_proj.weight"),
+    "misshapen": (changed(**{KEY: torch.zeros(3, 3)}), rf"{KEY} is \[3, 3\]", OTHER_SHAPES),
+    "a scalar": (changed(**{KEY: torch.ones(())}), ANOTHER, OTHER_SHAPES),
+    "biases the configuration lacks": (
+        changed(**{QUERY.replace("weight", "bias"): torch.ones(32)}),
+        "have .*q_proj.bias",
+        "layer 1 of llama has q_proj.bias",
+    ),
+    "biases the weights lack": (
+        configured(attention_bias=True),
+        "lack .*layers.0.*_proj.bias",
+        "layer 0 of llama lacks k_proj.bias",
+    ),
+    "a query norm of its own": (
+        changed(**{QUERY.replace("proj", "norm"): torch.ones(8)}),
+        "have .*q_norm",
+        "layer 1 of llama has q_norm",
+    ),
+    "as GPTQ stores it": (
+        changed(**{QUERY: None, QUERY.replace("weight", "qweight"): torch.ones(3, 32).int()}),
+        f"lack {QUERY}",
+        f"q_proj.qweight is not known .*{PLAIN}",
+    ),
+    "as bitsandbytes stores it": (
+        changed(**{QUERY: torch.zeros(384, 1, dtype=torch.uint8)}),
+        ANOTHER,
+        f"q_proj.weight in layer 1 of llama is torch.uint8: .*{PLAIN}",
+    ),
+    "in eight bits with scales": (
+        changed(
+            **{
+                QUERY: torch.ones(32, 24).to(torch.float8_e4m3fn),
+                QUERY + "_scale_inv": torch.ones(1, 1),
+            }
+        ),
+        "have .*weight_scale_inv",
+        f"q_proj.weight_scale_inv is not known .*{PLAIN}",
+    ),
+    "with an adapter": (
+        changed(**{QUERY.replace("weight", "lora_A.weight"): torch.ones(2, 24)}),
+        "have .*lora_A",
+        f"q_proj.lora_A.weight is not known .*{PLAIN}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("defect", "message", "_"), UNFIT.values(), ids=UNFIT)
+def test_weights_that_are_not_of_their_configuration_are_refused(folder, defect, message, _):
+    """transformers would leave a tensor out without a word, or fill one with random numbers."""
+    defect(folder)
+    with pytest.raises(RuntimeError, match=message) as raised:
+        helpers.load_model(str(folder))
+    assert one_line(raised).startswith(f"cannot load model '{folder}': ")
+
+
+@pytest.mark.parametrize(("defect", "_", "message"), UNFIT.values(), ids=UNFIT)
+def test_no_head_of_a_checkpoint_that_is_not_of_its_configuration(folder, defect, _, message):
+    defect(folder)
+    with pytest.raises((ValueError, RuntimeError), match=message) as raised:
+        list(helpers.head_weights(helpers.load_checkpoint(str(folder))))
+    one_line(raised)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_no_head_of_a_checkpoint_in_eight_bits(folder, dtype):
+    changed(**{QUERY: torch.ones(32, 24).to(dtype)})(folder)
+    with pytest.raises(ValueError, match=f"q_proj.weight in layer 1 .* is {dtype}: ") as raised:
+        list(helpers.head_weights(helpers.load_checkpoint(str(folder))))
+    one_line(raised)
+
+
+def test_no_head_of_a_checkpoint_that_names_a_tensor_twice(folder):
+    changed(**{QUERY.removeprefix("model."): torch.ones(32, 24)})(folder)
+    with pytest.raises(ValueError, match=r"tensor \S*q_proj.weight is not known") as raised:
+        list(helpers.head_weights(helpers.load_checkpoint(str(folder))))
+    one_line(raised)
+
+
+def test_the_constants_of_old_checkpoints_are_no_weights(tmp_path, tiny_model):
+    model = tiny_model("gpt2")
+    model.save_pretrained(tmp_path)
+    constants = {f"transformer.h.1.attn.{x}bias": torch.ones(1) for x in ("", "masked_")}
+    changed(**constants)(tmp_path)
+    checkpoint = helpers.load_checkpoint(str(tmp_path))
+    assert constants.keys() <= checkpoint.tensors.keys()
+    assert_same_weights(helpers.head_weights(checkpoint), helpers.head_weights(model))
