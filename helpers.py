@@ -1154,7 +1154,7 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         raise RuntimeError(
             f"model {repository!r} has no revision {revision!r} on the hub"
         ) from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a server that is no hub can cause any
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RuntimeError(
             f"cannot reach model {repository!r} on the hub ({reason}): check the network, or give "

@@ -1,6 +1,9 @@
-"""What the tests of sources and of checkpoints ask: files, messages, models."""
+"""What the tests of sources and of checkpoints ask: files, messages, models, a server."""
 
+import contextlib
 import hashlib
+import http.server
+import threading
 
 import torch
 from torch.testing import assert_close
@@ -36,3 +39,27 @@ def assert_same_model(loaded, model, tokenizer):
         t(sentence, add_special_tokens=False)["input_ids"] for t in (loaded.tokenizer, tokenizer)
     ]
     assert ids[0] == ids[1]
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """A server on this machine: `answer(request)` is called for every GET and HEAD."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

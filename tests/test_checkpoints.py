@@ -5,16 +5,22 @@ The hub is a server on this machine.
 
 import copy
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import transformers
+from huggingface_hub import constants
+from torch.testing import assert_close
 
 import families
 import helpers
-from checks import assert_same_model, files_in, one_line, truncate
+from checks import assert_same_model, files_in, one_line, serving, sha256, truncate
 
 
 def assert_same_weights(found, expected):
@@ -25,6 +31,175 @@ def assert_same_weights(found, expected):
         for part, other in zip(ours[1:], theirs[1:], strict=True):
             assert (part is None) == (other is None)
             assert part is None or torch.equal(part, other)
+
+
+# The hub --------------------------------------------------------------------------------------
+
+COMMIT, LATEST = "0123456789" * 4, "abcdef0123" * 4
+NOT_FETCHED = ["consolidated.safetensors", "onnx/model.safetensors", "pytorch_model.bin"]
+
+
+def answered(request, status, body=b"", **headers):
+    request.send_response(status)
+    for name, value in {**headers, "Content-Length": len(body)}.items():
+        request.send_header(name.replace("_", "-"), str(value))
+    request.end_headers()
+    if request.command == "GET":
+        request.wfile.write(body)
+
+
+class Hub:
+    """What the hub answers for one model, of tag v1 and a newer main; `trouble` comes first.
+
+    `trouble` maps the part of an address to an answer, given instead of the ordinary one.
+    """
+
+    def __init__(self, folder):
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        self.files |= dict.fromkeys(NOT_FETCHED, b"not asked for")
+        self.commits = {"v1": COMMIT, "main": LATEST}
+        self.asked, self.trouble = [], {}
+
+    def __call__(self, request):
+        address = request.path.split("?")[0]
+        self.asked.append(address)
+        for part, answer in self.trouble.items():
+            if part in address:
+                return answer(request)
+        kind, _, rest = address.partition("some/model/")[2].partition("/")
+        commit = self.commits.get(rest)
+        if kind == "revision" and commit:
+            siblings = [{"rfilename": name} for name in self.files]
+            info = {"id": "some/model", "sha": commit, "siblings": siblings}
+            return answered(request, 200, json.dumps(info).encode())
+        if kind == "tree":
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": sha256(content)[:40]}
+                for name, content in self.files.items()
+            ]
+            return answered(request, 200, json.dumps(listed).encode())
+        if kind == "resolve":
+            commit, _, name = rest.partition("/")
+            content = self.files[name]
+            etag = f'"{sha256(content)[:40]}"'
+            return answered(request, 200, content, ETag=etag, X_Repo_Commit=commit)
+        code = "RevisionNotFound" if kind == "revision" else "RepoNotFound"
+        return answered(request, 404, X_Error_Code=code)
+
+
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch):
+    hub = Hub(folder)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with serving(hub) as address:
+        away_from(monkeypatch, address)
+        yield hub
+
+
+def away_from(monkeypatch, address="http://127.0.0.1:9"):
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.mark.parametrize(
+    ("name", "commit"),
+    [
+        ("some/model", LATEST),
+        ("some/model@main", LATEST),
+        ("some/model@v1", COMMIT),
+        (f"some/model@{COMMIT}", COMMIT),
+    ],
+)
+def test_a_hub_model_is_fetched_once_and_then_works_offline(
+    hub, tiny_llama, tokenizer, monkeypatch, name, commit
+):
+    first = helpers.load_model(name)
+    assert_same_model(first, tiny_llama, tokenizer)
+    origin = {"model_origin": "some/model", "model_revision": commit}
+    expected = {"model": helpers.results_name(name), **origin, "left_out": ["causal mask"]}
+    assert first.provenance == expected
+    fetched = {x.split("/", 5)[5] for x in hub.asked if "/resolve/" in x}
+    assert fetched == hub.files.keys() - NOT_FETCHED
+    away_from(monkeypatch)
+    again = helpers.load_model(name)
+    assert_same_model(again, tiny_llama, tokenizer)
+    checkpoint = helpers.load_checkpoint(name)
+    assert first.provenance == again.provenance == checkpoint.provenance
+    assert_same_weights(helpers.head_weights(checkpoint), helpers.head_weights(tiny_llama))
+
+
+def test_a_hub_model_moves_on_but_its_commits_stay(hub):
+    def revision(name):
+        return helpers.load_model(name).provenance["model_revision"]
+
+    assert revision("some/model") == LATEST
+    hub.commits["main"] = COMMIT
+    assert revision("some/model") == COMMIT
+    assert revision(f"some/model@{LATEST}") == LATEST
+
+
+def refusal(status, **headers):
+    return lambda request: answered(request, status, **headers)
+
+
+def saying(body):
+    return lambda request: answered(request, 200, body)
+
+
+HANGS_UP = lambda request: request.wfile.write(b"nonsense\r\n")  # noqa: E731
+PUBLIC = r"the hub has no public model 'some/model': check the name, or run `hf auth login`"
+GATED = r"model 'some/model' is gated: accept its terms on the hub, then run `hf auth login`"
+UNREACHED = r"cannot reach model 'some/model' on the hub \(.*{}.*\): check the network, or give a"
+TROUBLE = {
+    "an unknown repository": ("/api/models", refusal(404, X_Error_Code="RepoNotFound"), PUBLIC),
+    "a private repository": ("/api/models", refusal(401, X_Error_Code="RepoNotFound"), PUBLIC),
+    "an unknown revision": (
+        "/api/models",
+        refusal(404, X_Error_Code="RevisionNotFound"),
+        "model 'some/model' has no revision 'v1' on the hub",
+    ),
+    "a gate": ("/api/models", refusal(403, X_Error_Code="GatedRepo"), GATED),
+    "a gate at the files": ("/resolve/", refusal(403, X_Error_Code="GatedRepo"), GATED),
+    "a closed repository": (
+        "/api/models",
+        refusal(403, X_Error_Message="Access to this resource is disabled."),
+        UNREACHED.format("403"),
+    ),
+    "an error of the server": ("/api/models", refusal(500), UNREACHED.format("500")),
+    "too many requests": ("/api/models", refusal(429), UNREACHED.format("429")),
+    "another page": ("/api/models", saying(b"<html>Sign in</html>"), UNREACHED.format("")),
+    "JSON of another kind": ("/api/models", saying(b"[1]"), UNREACHED.format("")),
+    "JSON without a commit": ("/api/models", saying(b'{"id": "x"}'), UNREACHED.format("sha")),
+    "a list of other files": ("/tree/", saying(b'{"x": 1}'), UNREACHED.format("")),
+    "files without a commit": ("/resolve/", saying(b""), UNREACHED.format("")),
+    "no answer": ("/api/models", HANGS_UP, UNREACHED.format("")),
+}
+
+
+@pytest.mark.parametrize(("part", "answer", "message"), TROUBLE.values(), ids=TROUBLE)
+@pytest.mark.parametrize("load", [helpers.load_model, helpers.load_checkpoint])
+def test_a_hub_model_that_cannot_be_had(hub, monkeypatch, load, part, answer, message):
+    hub.trouble[part] = answer
+    with pytest.raises(RuntimeError, match=message) as raised:
+        load("some/model@v1")
+    one_line(raised)
+    away_from(monkeypatch)  # what was fetched before is not taken for the model
+    with pytest.raises(RuntimeError, match=UNREACHED.format("")) as raised:
+        load("some/model@v1")
+    one_line(raised)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_model_without_the_network(hub, monkeypatch, offline):
+    away_from(monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(RuntimeError, match=UNREACHED.format("")) as raised:
+        helpers.load_model("some/model")
+    one_line(raised)
+    assert hub.asked == []
 
 
 # Local folders --------------------------------------------------------------------------------
@@ -291,3 +466,68 @@ def test_the_constants_of_old_checkpoints_are_no_weights(tmp_path, tiny_model):
     checkpoint = helpers.load_checkpoint(str(tmp_path))
     assert constants.keys() <= checkpoint.tensors.keys()
     assert_same_weights(helpers.head_weights(checkpoint), helpers.head_weights(model))
+
+
+# A checkpoint that is larger than the memory that reading it may take ---------------------------
+
+LAYERS, SHARDS, WIDTH = 32, 4, 4096
+READ = r"""
+import re, sys
+import helpers, torch
+torch.set_num_threads(1)
+status = lambda field: int(re.search(field + r":\s+(\d+) kB", open("/proc/self/status").read())[1])
+before = status("VmRSS")
+sigma = []
+for layer in helpers.head_weights(helpers.load_checkpoint(sys.argv[1])):
+    sigma.append(helpers.weight_singular_values(layer))
+torch.save(torch.stack(sigma), sys.argv[2])
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.fixture
+def large(tmp_path):
+    """The attention of Mistral-7B, 1.4 GB: each layer's rows are the first's, moved on."""
+    config = transformers.MistralConfig(num_hidden_layers=LAYERS, hidden_size=WIDTH, head_dim=128)
+    path = tmp_path / "large"
+    config.save_pretrained(path)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(5 * 1024 + LAYERS, WIDTH, generator=generator).bfloat16()
+    weight_map = {}
+    for shard in range(SHARDS):
+        tensors = {f"model.layers.{shard}.input_layernorm.weight": torch.ones(WIDTH)}
+        for layer in range(shard * LAYERS // SHARDS, (shard + 1) * LAYERS // SHARDS):
+            place = f"model.layers.{layer}.self_attn"
+            tensors[f"{place}.q_proj.weight"] = rows[layer:][:4096].clone()
+            tensors[f"{place}.k_proj.weight"] = rows[layer + 4096 :][:1024].clone()
+            for part in "vo":
+                tensors[f"{place}.{part}_proj.weight"] = torch.zeros(8, 8)
+        file = f"model-{shard}.safetensors"
+        safetensors.torch.save_file(tensors, path / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    yield path, rows.double()
+    shutil.rmtree(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
+def test_a_large_checkpoint_is_read_layer_by_layer(large, tmp_path):
+    path, rows = large
+    assert sum(shard.stat().st_size for shard in path.glob("*.safetensors")) > 1.3e9
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(path), str(tmp_path / "sigma.pt")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(helpers.ROOT)},
+    )
+    assert not done.returncode, done.stderr
+    assert 1e5 < int(done.stdout) < 1e6  # kB
+    sigma = torch.load(tmp_path / "sigma.pt")
+    assert sigma.shape == (LAYERS, 32, 128)
+    for layer, head in [(0, 0), (17, 13), (31, 31)]:
+        query = rows[layer + 128 * head :][:128]
+        key = rows[layer + 4096 + 128 * (head // 4) :][:128]
+        core = torch.linalg.qr(query.T).R @ torch.linalg.qr(key.T).R.T
+        assert_close(sigma[layer, head], torch.linalg.svdvals(core))

@@ -3,12 +3,11 @@
 pip is the real one, offline, with a local folder for an index.
 """
 
-import http.server
 import io
+import itertools
 import os
 import re
 import tarfile
-import threading
 import zipfile
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import helpers
-from checks import assert_same_model, files_in, one_line, sha256
+from checks import assert_same_model, files_in, one_line, serving, sha256, truncate
 
 # Archives of a package index ------------------------------------------------------------------
 
@@ -49,17 +48,17 @@ def source_archive(path, files):
             archive.addfile(member, io.BytesIO(content))
 
 
-def wheel(path, files):
+def wheel(path, files, name="sample"):
     about = {
-        "METADATA": METADATA,
+        "METADATA": METADATA.replace(b"sample", name.encode()),
         "WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
         "RECORD": b"",
     }
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-        for name, content in about.items():
-            archive.writestr(f"sample-1.0.dist-info/{name}", content)
+        for part, content in files.items():
+            archive.writestr(part, content)
+        for part, content in about.items():
+            archive.writestr(f"{name}-1.0.dist-info/{part}", content)
 
 
 @pytest.fixture
@@ -82,6 +81,17 @@ def sources(tmp_path, monkeypatch, cache, tiny_gguf):
             **more,
         }
 
+    def cut_up(content, cuts):
+        """A file in one wheel for each piece between the cuts."""
+        parts = []
+        for number, (start, end) in enumerate(itertools.pairwise([0, *cuts, len(content)]), 1):
+            archive = f"sample{number}-1.0-py3-none-any.whl"
+            wheel(index / archive, {"sample/part": content[start:end]}, f"sample{number}")
+            part = source(archive, "sample/part", b"")
+            keys = ("archive", "archive_sha256", "member")
+            parts.append({"package": f"sample{number}==1.0", **{key: part[key] for key in keys}})
+        return {"origin": "a test", "sha256": sha256(content), "parts": parts}
+
     texts, models = "sample-1.0.tar.gz", "sample-1.0-py3-none-any.whl"
     cut = {"first_line": "THE POEM", "end_marker": "*End of the poem"}
     made = {
@@ -90,7 +100,10 @@ def sources(tmp_path, monkeypatch, cache, tiny_gguf):
             "whole-poem": source(texts, "sample-1.0/poem.txt", POEM),
             "verses": source(texts, "sample-1.0/verses.jsonl", VERSES),
         },
-        "models": {"tiny": source(models, "sample/tiny.gguf", tiny_gguf.read_bytes())},
+        "models": {
+            "tiny": source(models, "sample/tiny.gguf", tiny_gguf.read_bytes()),
+            "tiny-cut-up": cut_up(tiny_gguf.read_bytes(), [7, 20_000]),
+        },
     }
     monkeypatch.setattr(helpers, "_sources", made.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -194,6 +207,74 @@ def test_a_model_from_an_archive_is_converted_once(
     assert_same_model(helpers.load_model("tiny"), tiny_llama, tokenizer)
     assert {file.split("/")[1] for file in files_in(cache)} == {"tiny"}
     assert sorted(p.name for p in cache.iterdir()) == ["archives", "models"]
+
+
+def test_a_file_cut_into_several_packages_is_joined_in_order(
+    sources, cache, tiny_llama, tokenizer, monkeypatch
+):
+    whole = sources["models"]["tiny-cut-up"]
+    loaded = helpers.load_model("tiny-cut-up")
+    assert_same_model(loaded, tiny_llama, tokenizer)
+    assert loaded.provenance["model_sha256"] == whole["sha256"]
+    archives = sorted(path.name for path in (cache / "archives").iterdir())
+    assert archives == [part["archive"] for part in whole["parts"]]
+    assert len(archives) == 3
+
+
+def in_another_order(parts, archives):
+    parts.reverse()
+
+
+def without_a_part(parts, archives):
+    parts.pop()
+
+
+def with_a_part_of_other_bytes(parts, archives):
+    """As it was published anew, and with the new checksum: only the whole tells."""
+    archive = archives / parts[1]["archive"]
+    wheel(archive, {"sample/part": b"other"}, "sample2")
+    parts[1]["archive_sha256"] = sha256(archive.read_bytes())
+
+
+def with_a_damaged_part(parts, archives):
+    truncate(archives / parts[1]["archive"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (in_another_order, "has sha256 .*, expected"),
+        (without_a_part, "has sha256 .*, expected"),
+        (with_a_part_of_other_bytes, "has sha256 .*, expected"),
+        (with_a_damaged_part, r"sample2-1.0-py3-none-any.whl is corrupt: .* delete it"),
+    ],
+)
+def test_a_file_that_is_not_joined_to_itself_is_refused(cached, cache, damage, message):
+    before = files_in(cache)
+    damage(cached["models"]["tiny-cut-up"]["parts"], cache / "archives")
+    with pytest.raises(RuntimeError, match=message) as raised:
+        helpers.load_model("tiny-cut-up")
+    one_line(raised)
+    assert files_in(cache) == before
+
+
+def test_every_source_of_a_model_says_all_that_it_needs():
+    said = {"title", "origin", "licence", "sha256"}
+    where = {"package", "archive", "archive_sha256", "member"}
+    models = helpers._sources("models")
+    assert {"smollm2-135m", "gemma-3-270m"} <= models.keys()
+    for name, source in models.items():
+        parts = source.get("parts", [source])
+        assert source.keys() == said | ({"parts"} if "parts" in source else where), name
+        for part in parts:
+            assert source is part or part.keys() == where
+            package, version = part["package"].split("==")
+            stem = f"{package.replace('-', '_')}-{version}"
+            assert part["archive"] == f"{stem}-py3-none-any.whl"
+            assert part["member"].startswith(f"{package.replace('-', '_')}/")
+        digests = [source["sha256"], *(part["archive_sha256"] for part in parts)]
+        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+        assert len(set(digests)) == len({part["member"] for part in parts}) + 1
 
 
 # Names ----------------------------------------------------------------------------------------
@@ -337,31 +418,21 @@ def gutenberg(cache, monkeypatch):
     """A server on this machine: `books` are what it has, `asked` the numbers it was asked for."""
     books, asked = {}, []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            number = int(self.path.split("/")[-1].removeprefix("pg").removesuffix(".txt"))
-            asked.append(number)
-            body = books.get(number)
-            self.send_response(404 if body is None else 200)
-            body = body or b"not found"
-            cut = number == 500  # a connection that breaks: fewer bytes than were announced
-            self.send_header("Content-Length", str(len(body) + (100 if cut else 0)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request):
+        number = int(request.path.split("/")[-1].removeprefix("pg").removesuffix(".txt"))
+        asked.append(number)
+        body = books.get(number)
+        request.send_response(404 if body is None else 200)
+        body = body or b"not found"
+        cut = number == 500  # a connection that breaks: fewer bytes than were announced
+        request.send_header("Content-Length", str(len(body) + (100 if cut else 0)))
+        request.end_headers()
+        request.wfile.write(body)
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    address = f"http://127.0.0.1:{server.server_port}" + "/cache/epub/{id}/pg{id}.txt"
-    monkeypatch.setattr(helpers, "GUTENBERG", address)
-    yield books, asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(answer) as address:
+        monkeypatch.setattr(helpers, "GUTENBERG", address + "/cache/epub/{id}/pg{id}.txt")
+        yield books, asked
 
 
 def test_a_gutenberg_book_loses_header_and_footer(gutenberg):
