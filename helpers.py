@@ -1162,15 +1162,15 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         ) from None
 
 
-def _gguf_contents(path: Path, label: str) -> tuple[dict, list[str]]:
-    """The metadata of a GGUF file (without its architecture's name) and its tensors' names.
+def _gguf_contents(path: Path, label: str) -> tuple[dict, int]:
+    """The metadata of a GGUF file (without its architecture's name), the number of its weights.
 
     Refuses a file that is damaged, or that transformers would load as another model.
     """
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = [tensor.name for tensor in reader.tensors]
+        tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
         prefix = f"{fields['general.architecture']}."
     except Exception as error:
         raise RuntimeError(f"{label} is not a whole GGUF file ({error}): get it again") from None
@@ -1182,14 +1182,17 @@ def _gguf_contents(path: Path, label: str) -> tuple[dict, list[str]]:
             f"{label} has {lost[0]!r}, which transformers does not read from GGUF: give the "
             f"model's safetensors folder or hub id"
         )
-    return {name.removeprefix(prefix): value for name, value in fields.items()}, tensors
+    return {name.removeprefix(prefix): value for name, value in fields.items()}, sum(
+        tensors.values()
+    )
 
 
-def _require_as_stored(model, fields: dict, tensors: list[str]) -> None:
-    """Refuse a model whose attention is not what the GGUF file says that it was read from."""
+def _require_as_stored(model, fields: dict, weights: int) -> None:
+    """Refuse a model that is not what the GGUF file says that it was read from."""
     config, head_dim = model.config, _head_dim(model.config)
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # some families have one for each type of layer
+    sliding = rope.get("sliding_attention", {})  # some families have one for each type of layer
+    rope = rope.get("full_attention", rope)
     read = {
         "attention.head_count": _head_counts(config)[0],
         "attention.head_count_kv": _head_counts(config)[1],
@@ -1197,22 +1200,23 @@ def _require_as_stored(model, fields: dict, tensors: list[str]) -> None:
         "attention.value_length": head_dim,
         "attention.sliding_window": getattr(config, "sliding_window", None),
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         "rope.freq_base": rope.get("rope_theta"),
+        "rope.freq_base_swa": sliding.get("rope_theta"),
         "rope.dimension_count": head_dim * rope.get("partial_rotary_factor", 1),
     }
     for name, stored in fields.items():
-        if re.match(r"attention\.|rope\.|attn_logit", name) and "norm" not in name:
+        if re.match(r"attention\.|rope\.|(attn_|final_)?logit", name) and "norm" not in name:
             if read.get(name) is None or not np.isclose(read[name], stored, rtol=1e-5):
                 raise ValueError(f"{name} is {stored} there, which transformers does not read")
     scalar = getattr(config, "query_pre_attn_scalar", head_dim)
     if scalar != head_dim:  # no file stores it
         raise ValueError(f"its logits would be scaled by {scalar}^-1/2, its heads have {head_dim}")
-    parts = {"attn_q.bias": "q_proj.bias", "attn_k.bias": "k_proj.bias", "attn_sinks": "sinks"}
-    parts |= {f"attn_{x}_norm": f"{x}_norm" for x in "qk"}
-    parameters = [name for name, _ in model.named_parameters()]
-    for stored, name in parts.items():
-        if sum(f".{stored}" in x for x in tensors) != sum(f".{name}" in x for x in parameters):
-            raise ValueError(f"it and the model it becomes do not both have tensors {stored}")
+    if config.model_type == "llama" and "attention.head_count_kv" not in fields:
+        raise ValueError("it lacks attention.head_count_kv: transformers would misplace its rows")
+    read_weights = sum(parameter.numel() for parameter in model.parameters())
+    if read_weights != weights:
+        raise ValueError(f"transformers reads {read_weights:,} of its {weights:,} weights")
 
 
 def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], bytes]) -> Path:
@@ -1236,11 +1240,12 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
                 )
                 _require_loaded(info)
                 _require_as_stored(model, *stored)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(temporary, **options)
             # The weights are plain float32 now; what still calls them GGUF would stop the saving.
             model.hf_quantizer = None
             del model.config.quantization_config
             model.save_pretrained(made)
-            transformers.AutoTokenizer.from_pretrained(temporary, **options).save_pretrained(made)
+            tokenizer.save_pretrained(made)
             files = {file.name: _sha256(file) for file in sorted(made.iterdir())}
             record = {"gguf_sha256": sha256, "files": files}
             (made / manifest.name).write_text(json.dumps(record, indent=1))
@@ -1250,7 +1255,7 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
         record = json.loads(manifest.read_text())
         same = record["gguf_sha256"] == sha256
         sound = all(_sha256(folder / file) == digest for file, digest in record["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         same = sound = False
     if not (same and sound):
         raise RuntimeError(f"cached model {folder} is corrupt or outdated: delete it and run again")

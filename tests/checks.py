@@ -28,17 +28,32 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def assert_same_model(loaded, model, tokenizer):
+def assert_same_logits(loaded, model, **tolerance):
     tokens = torch.arange(30)[None]
     with torch.no_grad():
-        assert_close(loaded.model(tokens).logits, model(tokens).logits)
+        assert_close(loaded.model(tokens).logits, model(tokens).logits, **tolerance)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
     assert not loaded.model.training
+
+
+def assert_same_model(loaded, model, tokenizer):
+    assert_same_logits(loaded, model)
     sentence = "the cat sat on a naïve mat"
     ids = [
         t(sentence, add_special_tokens=False)["input_ids"] for t in (loaded.tokenizer, tokenizer)
     ]
     assert ids[0] == ids[1]
+
+
+def assert_same_weights(found, expected, rtol=0):
+    found, expected = list(found), list(expected)
+    assert len(found) == len(expected) > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.layer == theirs.layer
+        for part, other in zip(ours[1:], theirs[1:], strict=True):
+            assert (part is None) == (other is None)
+            if part is not None:
+                assert_close(part, other, rtol=rtol, atol=rtol)
 
 
 @contextlib.contextmanager

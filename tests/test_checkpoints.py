@@ -1,4 +1,4 @@
-"""Models: the hub, local folders in one file or several, GGUF files; weights read layer by layer.
+"""Models: the hub, local folders in one file or several; weights read layer by layer.
 
 The hub is a server on this machine.
 """
@@ -20,18 +20,15 @@ from torch.testing import assert_close
 
 import families
 import helpers
-from checks import assert_same_model, files_in, one_line, serving, sha256, truncate
-
-
-def assert_same_weights(found, expected):
-    found, expected = list(found), list(expected)
-    assert len(found) == len(expected) > 0
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.layer == theirs.layer
-        for part, other in zip(ours[1:], theirs[1:], strict=True):
-            assert (part is None) == (other is None)
-            assert part is None or torch.equal(part, other)
-
+from checks import (
+    assert_same_model,
+    assert_same_weights,
+    files_in,
+    one_line,
+    serving,
+    sha256,
+    truncate,
+)
 
 # The hub --------------------------------------------------------------------------------------
 
