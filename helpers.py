@@ -485,8 +485,9 @@ FAMILIES = {
 # unknown norm) could change its queries and keys unseen.
 _PARTS = re.compile(
     r"(([qkvoc]|qkv|out)_proj|c_attn|query_key_value|dense|[qk]_norm)\.(weight|bias)"
-    r"|sinks|bias|masked_bias|rotary_emb\.inv_freq"
+    r"|sinks"
 )
+_BUFFERS = ("bias", "masked_bias", "rotary_emb.inv_freq")  # constants that old checkpoints hold
 
 
 def _family(config) -> tuple[str, Callable]:
@@ -514,6 +515,8 @@ def head_weights(source) -> Iterator[HeadWeights]:
     """
     config = source.config
     tensors, projections = _attention_tensors(source), _family(config)[1]
+    if isinstance(source, Checkpoint):
+        _require_attention(config, tensors)
     shapes = [(n, _head_dim(config), config.hidden_size) for n in _head_counts(config)]
     for layer in range(config.num_hidden_layers):
         place = f"layer {layer} of {config.model_type}"
@@ -543,7 +546,7 @@ def _attention_tensors(source) -> dict[int, dict[str, Callable[[], Tensor]]]:
     inside = re.compile(rf"(?:.*\.)?{module}\.(.+)")
     parts: dict[int, dict[str, Callable]] = {}
     for name, tensor in tensors.items():
-        if match := inside.fullmatch(name):
+        if (match := inside.fullmatch(name)) and match[2] not in _BUFFERS:
             layer = parts.setdefault(int(match[1]), {})
             if match[2] in layer or not _PARTS.fullmatch(match[2]):
                 raise ValueError(
@@ -552,6 +555,20 @@ def _attention_tensors(source) -> dict[int, dict[str, Callable[[], Tensor]]]:
                 )
             layer[match[2]] = tensor
     return parts
+
+
+def _require_attention(config, tensors: dict[int, dict]) -> None:
+    """Refuse a checkpoint that lacks, or has besides, a tensor of its model's attention."""
+    with _one_line("cannot build a model from config.json"), torch.device("meta"):
+        expected = _attention_tensors(transformers.AutoModelForCausalLM.from_config(config))
+    for layer in sorted(tensors.keys() | expected.keys()):
+        found, wanted = (set(parts.get(layer, {})) for parts in (tensors, expected))
+        for verb, names in (("lacks", wanted - found), ("has", found - wanted)):
+            if names:
+                raise ValueError(
+                    f"layer {layer} of {config.model_type} {verb} {min(names)}: weights and "
+                    f"config.json do not belong together"
+                )
 
 
 def _read(parts: dict[str, Callable], place: str, name: str, required: bool = True):
@@ -1005,10 +1022,9 @@ def load_model(name: str) -> LoadedModel:
     options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     with _one_line(f"cannot load model {name!r}"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **options
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-        if info["missing_keys"]:  # transformers would fill them with random numbers
-            raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+        _require_loaded(info)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     provenance["left_out"] = left_out(model.config, dict(model.named_parameters()))
     return LoadedModel(provenance["model"], model.eval(), tokenizer, provenance)
@@ -1033,13 +1049,28 @@ def load_checkpoint(name: str) -> Checkpoint:
     return Checkpoint(provenance["model"], config, tensors, provenance)
 
 
+def _require_loaded(info: dict) -> None:
+    """Refuse what transformers would fill with random numbers, or leave out without a word."""
+    if info["missing_keys"]:
+        raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+    for name, stored, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{name} is {list(stored)}, its configuration expects {list(expected)}: weights and "
+            f"configuration do not belong together"
+        )
+    for name in sorted(info["unexpected_keys"]):
+        if re.search(r"\.\d+\.", name):  # in a layer
+            raise ValueError(f"its weights have {name}, which its configuration has no place for")
+
+
 @contextlib.contextmanager
 def _one_line(problem: str):
     """Say in one line what a library says in many, with what it was about."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:
+        reason = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
+        reason = reason.splitlines()[0]
         raise RuntimeError(f"{problem}: {reason}") from None
 
 
@@ -1078,17 +1109,24 @@ def _weight_files(folder: Path) -> dict[str, str]:
         raise ValueError(
             "it needs config.json and model.safetensors, or its shards and their index"
         )
-    if single.is_file():
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single.name)
-    files = json.loads(index.read_text("utf-8")).get("weight_map", {})
-    for file in set(files.values()):
+    shards, files = [single.name], {}
+    if not single.is_file():
+        try:
+            shards = sorted(set(map(str, json.loads(index.read_bytes())["weight_map"].values())))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index.name} is not an index of shards: get it again") from None
+    for file in shards:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ValueError(
                 f"{index.name} names {file!r}, which is not a safetensors file beside it"
             )
         if not (folder / file).is_file():
             raise ValueError(f"{file}, which {index.name} names, is missing: get it again")
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                files |= dict.fromkeys(opened.keys(), file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}): get it again") from None
     return files
 
 
@@ -1116,7 +1154,7 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         raise RuntimeError(
             f"model {repository!r} has no revision {revision!r} on the hub"
         ) from None
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a server that is no hub can cause any
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RuntimeError(
             f"cannot reach model {repository!r} on the hub ({reason}): check the network, or give "
@@ -1124,15 +1162,15 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         ) from None
 
 
-def _gguf_contents(path: Path, label: str) -> tuple[dict, list[str]]:
-    """The metadata of a GGUF file (without its architecture's name) and its tensors' names.
+def _gguf_contents(path: Path, label: str) -> tuple[dict, int]:
+    """The metadata of a GGUF file (without its architecture's name), the number of its weights.
 
     Refuses a file that is damaged, or that transformers would load as another model.
     """
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = [tensor.name for tensor in reader.tensors]
+        tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
         prefix = f"{fields['general.architecture']}."
     except Exception as error:
         raise RuntimeError(f"{label} is not a whole GGUF file ({error}): get it again") from None
@@ -1144,14 +1182,17 @@ def _gguf_contents(path: Path, label: str) -> tuple[dict, list[str]]:
             f"{label} has {lost[0]!r}, which transformers does not read from GGUF: give the "
             f"model's safetensors folder or hub id"
         )
-    return {name.removeprefix(prefix): value for name, value in fields.items()}, tensors
+    return {name.removeprefix(prefix): value for name, value in fields.items()}, sum(
+        tensors.values()
+    )
 
 
-def _require_as_stored(model, fields: dict, tensors: list[str]) -> None:
-    """Refuse a model whose attention is not what the GGUF file says that it was read from."""
+def _require_as_stored(model, fields: dict, weights: int) -> None:
+    """Refuse a model that is not what the GGUF file says that it was read from."""
     config, head_dim = model.config, _head_dim(model.config)
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # some families have one for each type of layer
+    sliding = rope.get("sliding_attention", {})  # some families have one for each type of layer
+    rope = rope.get("full_attention", rope)
     read = {
         "attention.head_count": _head_counts(config)[0],
         "attention.head_count_kv": _head_counts(config)[1],
@@ -1159,22 +1200,23 @@ def _require_as_stored(model, fields: dict, tensors: list[str]) -> None:
         "attention.value_length": head_dim,
         "attention.sliding_window": getattr(config, "sliding_window", None),
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
         "rope.freq_base": rope.get("rope_theta"),
+        "rope.freq_base_swa": sliding.get("rope_theta"),
         "rope.dimension_count": head_dim * rope.get("partial_rotary_factor", 1),
     }
     for name, stored in fields.items():
-        if re.match(r"attention\.|rope\.|attn_logit", name) and "norm" not in name:
+        if re.match(r"attention\.|rope\.|(attn_|final_)?logit", name) and "norm" not in name:
             if read.get(name) is None or not np.isclose(read[name], stored, rtol=1e-5):
                 raise ValueError(f"{name} is {stored} there, which transformers does not read")
     scalar = getattr(config, "query_pre_attn_scalar", head_dim)
     if scalar != head_dim:  # no file stores it
         raise ValueError(f"its logits would be scaled by {scalar}^-1/2, its heads have {head_dim}")
-    parts = {"attn_q.bias": "q_proj.bias", "attn_k.bias": "k_proj.bias", "attn_sinks": "sinks"}
-    parts |= {f"attn_{x}_norm": f"{x}_norm" for x in "qk"}
-    parameters = [name for name, _ in model.named_parameters()]
-    for stored, name in parts.items():
-        if sum(f".{stored}" in x for x in tensors) != sum(f".{name}" in x for x in parameters):
-            raise ValueError(f"it and the model it becomes do not both have tensors {stored}")
+    if config.model_type == "llama" and "attention.head_count_kv" not in fields:
+        raise ValueError("it lacks attention.head_count_kv: transformers would misplace its rows")
+    read_weights = sum(parameter.numel() for parameter in model.parameters())
+    if read_weights != weights:
+        raise ValueError(f"transformers reads {read_weights:,} of its {weights:,} weights")
 
 
 def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], bytes]) -> Path:
@@ -1190,16 +1232,20 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
             options = {"gguf_file": "model.gguf", "trust_remote_code": False}
             with _one_line(f"cannot convert {label}"):
                 model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                    temporary, dtype=torch.float32, output_loading_info=True, **options
+                    temporary,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
                 )
-                if info["missing_keys"]:
-                    raise ValueError(f"its weights lack {min(info['missing_keys'])}")
+                _require_loaded(info)
                 _require_as_stored(model, *stored)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(temporary, **options)
             # The weights are plain float32 now; what still calls them GGUF would stop the saving.
             model.hf_quantizer = None
             del model.config.quantization_config
             model.save_pretrained(made)
-            transformers.AutoTokenizer.from_pretrained(temporary, **options).save_pretrained(made)
+            tokenizer.save_pretrained(made)
             files = {file.name: _sha256(file) for file in sorted(made.iterdir())}
             record = {"gguf_sha256": sha256, "files": files}
             (made / manifest.name).write_text(json.dumps(record, indent=1))
@@ -1209,7 +1255,7 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
         record = json.loads(manifest.read_text())
         same = record["gguf_sha256"] == sha256
         sound = all(_sha256(folder / file) == digest for file, digest in record["files"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         same = sound = False
     if not (same and sound):
         raise RuntimeError(f"cached model {folder} is corrupt or outdated: delete it and run again")

@@ -8,6 +8,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import families
+import ggufs
 import helpers
 
 matplotlib.use("agg")
@@ -46,6 +47,26 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder."""
     monkeypatch.setattr(helpers, "CACHE", tmp_path / "cache")
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_model, tokenizer):
+    return tiny_model("llama", "sdpa", vocab_size=len(tokenizer), attention_bias=False)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_llama, tokenizer):
+    """A local folder with a model and its tokenizer."""
+    path = tmp_path / "my model v1.5"
+    tiny_llama.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory, tiny_llama, tokenizer):
+    path = tmp_path_factory.mktemp("gguf") / "tiny v1.gguf"
+    return ggufs.write(path, tiny_llama, tokenizer)
 
 
 @pytest.fixture(scope="session")

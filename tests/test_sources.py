@@ -1,47 +1,22 @@
-"""Sources: names, archives by pip, local files, Project Gutenberg, models, token windows.
+"""Sources: names, archives by pip, local texts, Project Gutenberg, token windows.
 
 pip is the real one, offline, with a local folder for an index.
 """
 
-import copy
-import hashlib
-import http.server
 import io
-import json
+import itertools
 import os
 import re
 import tarfile
-import threading
 import zipfile
 
-import gguf
-import huggingface_hub.constants
-import numpy as np
 import pytest
-import safetensors.torch
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 import helpers
-
-
-def sha256(content):
-    return hashlib.sha256(content).hexdigest()
-
-
-def files_in(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-
-
-def one_line(raised):
-    message = str(raised.value)
-    assert message
-    assert "\n" not in message
-    return message
-
+from checks import assert_same_model, files_in, one_line, serving, sha256, truncate
 
 # Archives of a package index ------------------------------------------------------------------
 
@@ -73,17 +48,17 @@ def source_archive(path, files):
             archive.addfile(member, io.BytesIO(content))
 
 
-def wheel(path, files):
+def wheel(path, files, name="sample"):
     about = {
-        "METADATA": METADATA,
+        "METADATA": METADATA.replace(b"sample", name.encode()),
         "WHEEL": b"Wheel-Version: 1.0\nTag: py3-none-any\n",
         "RECORD": b"",
     }
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-        for name, content in about.items():
-            archive.writestr(f"sample-1.0.dist-info/{name}", content)
+        for part, content in files.items():
+            archive.writestr(part, content)
+        for part, content in about.items():
+            archive.writestr(f"{name}-1.0.dist-info/{part}", content)
 
 
 @pytest.fixture
@@ -106,6 +81,17 @@ def sources(tmp_path, monkeypatch, cache, tiny_gguf):
             **more,
         }
 
+    def cut_up(content, cuts):
+        """A file in one wheel for each piece between the cuts."""
+        parts = []
+        for number, (start, end) in enumerate(itertools.pairwise([0, *cuts, len(content)]), 1):
+            archive = f"sample{number}-1.0-py3-none-any.whl"
+            wheel(index / archive, {"sample/part": content[start:end]}, f"sample{number}")
+            part = source(archive, "sample/part", b"")
+            keys = ("archive", "archive_sha256", "member")
+            parts.append({"package": f"sample{number}==1.0", **{key: part[key] for key in keys}})
+        return {"origin": "a test", "sha256": sha256(content), "parts": parts}
+
     texts, models = "sample-1.0.tar.gz", "sample-1.0-py3-none-any.whl"
     cut = {"first_line": "THE POEM", "end_marker": "*End of the poem"}
     made = {
@@ -114,7 +100,10 @@ def sources(tmp_path, monkeypatch, cache, tiny_gguf):
             "whole-poem": source(texts, "sample-1.0/poem.txt", POEM),
             "verses": source(texts, "sample-1.0/verses.jsonl", VERSES),
         },
-        "models": {"tiny": source(models, "sample/tiny.gguf", tiny_gguf.read_bytes())},
+        "models": {
+            "tiny": source(models, "sample/tiny.gguf", tiny_gguf.read_bytes()),
+            "tiny-cut-up": cut_up(tiny_gguf.read_bytes(), [7, 20_000]),
+        },
     }
     monkeypatch.setattr(helpers, "_sources", made.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -203,6 +192,89 @@ def test_a_member_with_another_checksum_is_refused(cached, cache, kind, name):
         load(name)
     assert cached[kind][name]["member"] in one_line(raised)
     assert files_in(cache) == before
+
+
+def test_a_model_from_an_archive_is_converted_once(
+    sources, cache, tiny_llama, tokenizer, monkeypatch
+):
+    first = helpers.load_model("tiny")
+    assert_same_model(first, tiny_llama, tokenizer)
+    assert first.name == "tiny"
+    origin = {"model_origin": "a test", "model_sha256": sources["models"]["tiny"]["sha256"]}
+    assert first.provenance == {"model": "tiny", **origin, "left_out": ["causal mask"]}
+    (cache / "archives" / MODEL_ARCHIVE).unlink()
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    assert_same_model(helpers.load_model("tiny"), tiny_llama, tokenizer)
+    assert {file.split("/")[1] for file in files_in(cache)} == {"tiny"}
+    assert sorted(p.name for p in cache.iterdir()) == ["archives", "models"]
+
+
+def test_a_file_cut_into_several_packages_is_joined_in_order(
+    sources, cache, tiny_llama, tokenizer, monkeypatch
+):
+    whole = sources["models"]["tiny-cut-up"]
+    loaded = helpers.load_model("tiny-cut-up")
+    assert_same_model(loaded, tiny_llama, tokenizer)
+    assert loaded.provenance["model_sha256"] == whole["sha256"]
+    archives = sorted(path.name for path in (cache / "archives").iterdir())
+    assert archives == [part["archive"] for part in whole["parts"]]
+    assert len(archives) == 3
+
+
+def in_another_order(parts, archives):
+    parts.reverse()
+
+
+def without_a_part(parts, archives):
+    parts.pop()
+
+
+def with_a_part_of_other_bytes(parts, archives):
+    """As it was published anew, and with the new checksum: only the whole tells."""
+    archive = archives / parts[1]["archive"]
+    wheel(archive, {"sample/part": b"other"}, "sample2")
+    parts[1]["archive_sha256"] = sha256(archive.read_bytes())
+
+
+def with_a_damaged_part(parts, archives):
+    truncate(archives / parts[1]["archive"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (in_another_order, "has sha256 .*, expected"),
+        (without_a_part, "has sha256 .*, expected"),
+        (with_a_part_of_other_bytes, "has sha256 .*, expected"),
+        (with_a_damaged_part, r"sample2-1.0-py3-none-any.whl is corrupt: .* delete it"),
+    ],
+)
+def test_a_file_that_is_not_joined_to_itself_is_refused(cached, cache, damage, message):
+    before = files_in(cache)
+    damage(cached["models"]["tiny-cut-up"]["parts"], cache / "archives")
+    with pytest.raises(RuntimeError, match=message) as raised:
+        helpers.load_model("tiny-cut-up")
+    one_line(raised)
+    assert files_in(cache) == before
+
+
+def test_every_source_of_a_model_says_all_that_it_needs():
+    said = {"title", "origin", "licence", "sha256"}
+    where = {"package", "archive", "archive_sha256", "member"}
+    models = helpers._sources("models")
+    assert {"smollm2-135m", "gemma-3-270m"} <= models.keys()
+    for name, source in models.items():
+        parts = source.get("parts", [source])
+        assert source.keys() == said | ({"parts"} if "parts" in source else where), name
+        for part in parts:
+            assert source is part or part.keys() == where
+            package, version = part["package"].split("==")
+            stem = f"{package.replace('-', '_')}-{version}"
+            assert part["archive"] == f"{stem}-py3-none-any.whl"
+            assert part["member"].startswith(f"{package.replace('-', '_')}/")
+        digests = [source["sha256"], *(part["archive_sha256"] for part in parts)]
+        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+        assert len(set(digests)) == len({part["member"] for part in parts}) + 1
 
 
 # Names ----------------------------------------------------------------------------------------
@@ -346,31 +418,21 @@ def gutenberg(cache, monkeypatch):
     """A server on this machine: `books` are what it has, `asked` the numbers it was asked for."""
     books, asked = {}, []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            number = int(self.path.split("/")[-1].removeprefix("pg").removesuffix(".txt"))
-            asked.append(number)
-            body = books.get(number)
-            self.send_response(404 if body is None else 200)
-            body = body or b"not found"
-            cut = number == 500  # a connection that breaks: fewer bytes than were announced
-            self.send_header("Content-Length", str(len(body) + (100 if cut else 0)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(request):
+        number = int(request.path.split("/")[-1].removeprefix("pg").removesuffix(".txt"))
+        asked.append(number)
+        body = books.get(number)
+        request.send_response(404 if body is None else 200)
+        body = body or b"not found"
+        cut = number == 500  # a connection that breaks: fewer bytes than were announced
+        request.send_header("Content-Length", str(len(body) + (100 if cut else 0)))
+        request.end_headers()
+        request.wfile.write(body)
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    address = f"http://127.0.0.1:{server.server_port}" + "/cache/epub/{id}/pg{id}.txt"
-    monkeypatch.setattr(helpers, "GUTENBERG", address)
-    yield books, asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(answer) as address:
+        monkeypatch.setattr(helpers, "GUTENBERG", address + "/cache/epub/{id}/pg{id}.txt")
+        yield books, asked
 
 
 def test_a_gutenberg_book_loses_header_and_footer(gutenberg):
@@ -448,270 +510,6 @@ def test_a_gutenberg_book_without_the_network(cache, monkeypatch):
         helpers.load_text("gutenberg:7")
     one_line(raised)
     assert files_in(cache) == []
-
-
-# Models ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def tiny_llama(tiny_model, tokenizer):
-    return tiny_model("llama", "sdpa", vocab_size=len(tokenizer), attention_bias=False)
-
-
-@pytest.fixture
-def folder(tmp_path, tiny_llama, tokenizer):
-    """A local folder with a model and its tokenizer."""
-    path = tmp_path / "my model v1.5"
-    tiny_llama.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-PARTS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def write_gguf(path, model, tokenizer, name="tiny", add=lambda writer: None):
-    """A llama as llama.cpp writes it: rotated pairs of the queries and keys side by side."""
-    config, state = model.config, model.state_dict()
-    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name(name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(list(bpe["vocab"]))
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(tokenizer) - 1)
-    )
-    writer.add_token_merges([" ".join(merge) for merge in bpe["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    names = {"token_embd": "embed_tokens", "output_norm": "norm"}
-    for layer in range(config.num_hidden_layers):
-        names |= {f"blk.{layer}.{part}": f"layers.{layer}.{of}" for part, of in PARTS.items()}
-    tensors = {part: state[f"model.{of}.weight"] for part, of in names.items()}
-    for part, weight in {**tensors, "output": state["lm_head.weight"]}.items():
-        if part.endswith(("attn_q", "attn_k")):
-            halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))
-            weight = halves.transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(f"{part}.weight", weight.contiguous().numpy())
-    add(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.fixture(scope="session")
-def tiny_gguf(tmp_path_factory, tiny_llama, tokenizer):
-    path = tmp_path_factory.mktemp("gguf") / "tiny v1.gguf"
-    write_gguf(path, tiny_llama, tokenizer)
-    return path
-
-
-def assert_same_model(loaded, model, tokenizer):
-    tokens = torch.arange(30)[None]
-    with torch.no_grad():
-        assert_close(loaded.model(tokens).logits, model(tokens).logits)
-    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
-    assert not loaded.model.training
-    sentence = "the cat sat on a naïve mat"
-    ids = [
-        t(sentence, add_special_tokens=False)["input_ids"] for t in (loaded.tokenizer, tokenizer)
-    ]
-    assert ids[0] == ids[1]
-
-
-def test_a_model_from_an_archive_is_converted_once(
-    sources, cache, tiny_llama, tokenizer, monkeypatch
-):
-    first = helpers.load_model("tiny")
-    assert_same_model(first, tiny_llama, tokenizer)
-    assert first.name == "tiny"
-    origin = {"model_origin": "a test", "model_sha256": sources["models"]["tiny"]["sha256"]}
-    assert first.provenance == {"model": "tiny", **origin}
-    (cache / "archives" / MODEL_ARCHIVE).unlink()
-    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
-    assert_same_model(helpers.load_model("tiny"), tiny_llama, tokenizer)
-    assert {file.split("/")[1] for file in files_in(cache)} == {"tiny"}
-    assert sorted(p.name for p in cache.iterdir()) == ["archives", "models"]
-
-
-def test_a_local_gguf_file(cache, tiny_gguf, tiny_llama, tokenizer):
-    loaded = helpers.load_model(str(tiny_gguf))
-    assert_same_model(loaded, tiny_llama, tokenizer)
-    assert loaded.name == loaded.provenance["model"] == "tiny-v1"
-    assert loaded.provenance["model_sha256"] == sha256(tiny_gguf.read_bytes())
-
-
-def test_a_conversion_that_fails_leaves_nothing(cache, tiny_gguf, monkeypatch):
-    def fail(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(KeyboardInterrupt):
-        helpers.load_model(str(tiny_gguf))
-    assert files_in(cache) == []
-    assert [p.name for p in cache.iterdir()] == ["models"]
-
-
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-CORRUPT = {
-    "weights truncated": lambda made: truncate(made / "model.safetensors"),
-    "weights missing": lambda made: (made / "model.safetensors").unlink(),
-    "config empty": lambda made: (made / "config.json").write_text(""),
-    "tokenizer changed": lambda made: truncate(made / "tokenizer.json"),
-    "no manifest": lambda made: (made / "manifest.json").unlink(),
-    "manifest truncated": lambda made: truncate(made / "manifest.json"),
-    "manifest of nothing": lambda made: (made / "manifest.json").write_text("{}"),
-    "manifest of another file": lambda made: (made / "manifest.json").write_text(
-        '{"gguf_sha256": "0", "files": {}}'
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", CORRUPT.values(), ids=CORRUPT)
-def test_a_damaged_conversion_in_the_cache_is_refused(cache, tiny_gguf, damage):
-    helpers.load_model(str(tiny_gguf))
-    [made] = (cache / "models").iterdir()
-    damage(made)
-    with pytest.raises(RuntimeError, match="is corrupt or outdated: delete it and run") as raised:
-        helpers.load_model(str(tiny_gguf))
-    assert str(made) in one_line(raised)
-
-
-def scaled_rope(writer):
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(4.0)
-
-
-UNFAITHFUL = {
-    "rope_freqs": {"add": lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, "f4"))},
-    "rope.scaling": {"add": scaled_rope},
-    "istral": {"name": "Mistral 7B v0.1"},
-}
-
-
-@pytest.mark.parametrize("reason", UNFAITHFUL)
-def test_a_gguf_file_that_would_load_as_another_model_is_refused(
-    cache, tmp_path, tiny_llama, tokenizer, reason
-):
-    """transformers drops what scales the rotary embedding, and reads a Mistral as a llama."""
-    path = tmp_path / "other.gguf"
-    write_gguf(path, tiny_llama, tokenizer, **UNFAITHFUL[reason])
-    with pytest.raises((ValueError, RuntimeError), match=reason) as raised:
-        helpers.load_model(str(path))
-    assert "other" in one_line(raised)
-    assert files_in(cache) == []
-
-
-@pytest.mark.parametrize("keep", [0, 3, 100, 0.5, 0.99])
-def test_a_damaged_gguf_file_is_refused(cache, tmp_path, tiny_gguf, keep):
-    content = tiny_gguf.read_bytes()
-    path = tmp_path / "damaged.gguf"
-    path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
-    with pytest.raises((ValueError, RuntimeError), match=r"damaged\.gguf") as raised:
-        helpers.load_model(str(path))
-    one_line(raised)
-    assert files_in(cache) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_local_folder(folder, tiny_llama, tokenizer, dtype):
-    """In float32 whatever it was saved in."""
-    rounded = copy.deepcopy(tiny_llama)
-    for parameter in rounded.parameters():
-        parameter.data = parameter.data.to(dtype).float()
-    copy.deepcopy(rounded).to(dtype).save_pretrained(folder)
-    loaded = helpers.load_model(str(folder))
-    assert_same_model(loaded, rounded, tokenizer)
-    assert loaded.name == loaded.provenance["model"] == "my-model-v1-5"
-    assert loaded.provenance["model_origin"] == "local folder"
-
-
-def test_a_local_folder_is_known_by_its_weights(folder, tiny_model, tokenizer):
-    first = helpers.load_model(str(folder)).provenance["model_sha256"]
-    assert helpers.load_model(str(folder)).provenance["model_sha256"] == first
-    tiny_model("llama", vocab_size=len(tokenizer), head_dim=6).save_pretrained(folder)
-    assert helpers.load_model(str(folder)).provenance["model_sha256"] != first
-
-
-def test_a_local_folder_with_a_pickle_only_is_refused(folder, tiny_llama):
-    (folder / "model.safetensors").unlink()
-    torch.save(tiny_llama.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"needs config.json and .safetensors weights") as raised:
-        helpers.load_model(str(folder))
-    assert str(folder) in one_line(raised)
-
-
-def without_a_tensor(folder):
-    """What transformers would fill with random numbers."""
-    weights = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(weights)
-    del tensors["model.layers.1.self_attn.k_proj.weight"]
-    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
-
-
-def with_a_tensor_of_another_shape(folder):
-    weights = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(weights)
-    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 3)
-    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
-
-
-def with_a_pickle_beside_other_weights(folder):
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder / "adapter.safetensors")
-    torch.save(tensors, folder / "pytorch_model.bin")
-
-
-DEFECTS = {
-    "config missing": lambda folder: (folder / "config.json").unlink(),
-    "config damaged": lambda folder: (folder / "config.json").write_text("{"),
-    "weights truncated": lambda folder: truncate(folder / "model.safetensors"),
-    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
-    "a tensor missing": without_a_tensor,
-    "a tensor misshapen": with_a_tensor_of_another_shape,
-    "a pickle, and weights of another name": with_a_pickle_beside_other_weights,
-    "tokenizer missing": lambda folder: (folder / "tokenizer.json").unlink(),
-}
-
-
-@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
-def test_a_defective_folder_is_refused(folder, defect):
-    defect(folder)
-    with pytest.raises((ValueError, RuntimeError), match=r"my.model.v1.5") as raised:
-        helpers.load_model(str(folder))
-    one_line(raised)
-
-
-def test_a_hub_model_without_the_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"cannot load model 'nobody.+nothing': ") as raised:
-        helpers.load_model("nobody/nothing")
-    one_line(raised)
 
 
 # Windows of tokens ----------------------------------------------------------------------------

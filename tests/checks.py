@@ -1,0 +1,80 @@
+"""What the tests of sources and of checkpoints ask: files, messages, models, a server."""
+
+import contextlib
+import hashlib
+import http.server
+import threading
+
+import torch
+from torch.testing import assert_close
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def files_in(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def one_line(raised):
+    message = str(raised.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def assert_same_logits(loaded, model, **tolerance):
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert_close(loaded.model(tokens).logits, model(tokens).logits, **tolerance)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert not loaded.model.training
+
+
+def assert_same_model(loaded, model, tokenizer):
+    assert_same_logits(loaded, model)
+    sentence = "the cat sat on a naïve mat"
+    ids = [
+        t(sentence, add_special_tokens=False)["input_ids"] for t in (loaded.tokenizer, tokenizer)
+    ]
+    assert ids[0] == ids[1]
+
+
+def assert_same_weights(found, expected, rtol=0):
+    found, expected = list(found), list(expected)
+    assert len(found) == len(expected) > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.layer == theirs.layer
+        for part, other in zip(ours[1:], theirs[1:], strict=True):
+            assert (part is None) == (other is None)
+            if part is not None:
+                assert_close(part, other, rtol=rtol, atol=rtol)
+
+
+@contextlib.contextmanager
+def serving(answer):
+    """A server on this machine: `answer(request)` is called for every GET and HEAD."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
