@@ -23,11 +23,13 @@ import transformers
 
 import bench
 import families
+import ggufs
 import helpers
 
 NOTEBOOKS = sorted((helpers.ROOT / "notebooks").glob("*.ipynb"))
 BY_NAME = {"argvalues": NOTEBOOKS, "ids": [path.stem for path in NOTEBOOKS]}
 BENCH = helpers.ROOT / bench.RESULTS
+WORDS = "the cat sat on the mat; the rat ate the hat -- " * 20  # the tests' tokenizer knows them
 # A tiny run: two texts, short windows.
 SMALL = ["texts=alice king-james", "context=128", "stability_context=96"]
 
@@ -221,11 +223,11 @@ def test_killed_workflow_resumes_to_the_same_results(small_run, tmp_path):
     assert results_of(tmp_path) == results_of(small_run[0])
 
 
-def papermill(notebook, cwd, **parameters):
+def papermill(notebook, cwd, environment=None, /, **parameters):
     command = ["papermill", helpers.ROOT / "notebooks" / notebook, "out.ipynb", "-k", "python3"]
     for name, value in parameters.items():
         command += ["-y", json.dumps({name: value})]
-    return run(*command, "--no-progress-bar", cwd=cwd)
+    return run(*command, "--no-progress-bar", cwd=cwd, env={**os.environ, **(environment or {})})
 
 
 def papermill_parameters(notebook):
@@ -252,9 +254,9 @@ def test_own_text_from_another_folder(tmp_path):
     ids=["all others", "content"],
 )
 def test_conventions_are_parameters_of_three_notebooks(conventions, fields, tokenizer, tmp_path):
-    for part in (families.tiny("qwen2", vocab_size=len(tokenizer)), tokenizer):
+    for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "tiny")
-    (tmp_path / "words.txt").write_text("the cat sat on the mat; the rat ate the hat -- " * 20)
+    (tmp_path / "words.txt").write_text(WORDS)
     window = {"texts": ["words.txt"], "context": 48, "offset": 4}
     taken = {
         "03_weight_spectra": {"model": "tiny"},
@@ -311,7 +313,7 @@ def test_the_papers_models_at_their_true_head_layout(shape, tokenizer, tmp_path)
         torch.nn.init.normal_(bias, std=0.02)  # a new model's are zero, which hides what they do
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
-    (tmp_path / "words.txt").write_text("the cat sat on the mat; the rat ate the hat -- " * 20)
+    (tmp_path / "words.txt").write_text(WORDS)
     for notebook, parameters in (
         ("03_weight_spectra", {}),
         ("04_logit_spectra", {"texts": ["words.txt"], "context": 80, "offset": 4}),
@@ -337,6 +339,22 @@ def test_the_papers_models_at_their_true_head_layout(shape, tokenizer, tmp_path)
         helpers.load_table(results / "logit_conventions.csv").convention
     )
     assert rotary == shape["position"].startswith("rotary")
+
+
+def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp_path):
+    # Such a file stores no head dimension: it is the width over the number of heads.
+    model = families.tiny("qwen2", vocab_size=len(tokenizer), head_dim=6)
+    ggufs.write(tmp_path / "tiny.gguf", model, tokenizer)
+    (tmp_path / "words.txt").write_text(WORDS)
+    window = {"texts": ["words.txt"], "context": 48, "offset": 4}
+    for notebook, parameters in (("03_weight_spectra", {}), ("04_logit_spectra", window)):
+        cache = {"ATTENTION_SPECTRA_CACHE": str(tmp_path / "cache")}
+        done = papermill(f"{notebook}.ipynb", tmp_path, cache, model="tiny.gguf", **parameters)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for table in ("weight_heads", "words-txt_logit_heads"):
+        table = helpers.load_table(tmp_path / "data" / "results" / "tiny" / f"{table}.csv")
+        assert len(table) == 12
+        assert table.attrs["model_origin"] == "local GGUF file"
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,8 @@ README = """# Title
 old
 <!-- /verdicts -->
 Between.
+<!-- second -->
+<!-- /second -->
 <!-- notebooks -->
 <!-- /notebooks -->
 Last line.
@@ -254,6 +256,8 @@ def repository(tmp_path, capsys):
     save_answers(results / "claims_02.csv", helpers.answer("T1", "0.90", "partly"))
     times = {"notebook": ["02_two_token_control"], "seconds": [12]}
     helpers.save_table(pd.DataFrame(times), results / "runtimes.csv", {})
+    second = {"id": "P3-means", "model": "other", "measured": "5 of 8", "verdict": "partly"}
+    helpers.save_table(pd.DataFrame([second]), results / "second_model.csv", {})
     for name in ("notebooks/02_two_token_control.ipynb", "figures/02_softmax_bound.svg"):
         path = tmp_path / name
         path.parent.mkdir()
@@ -279,6 +283,7 @@ def test_readme_takes_in_the_computed_tables(repository):
         *("T1", f"{claim['statement']}; *{claim['reading']}*", claim["paper"], "0.90", "**partly**")
     ]
     assert rows["P6"][-2:] == ["", "**not measured yet**"]
+    assert rows["P3-means"] == ["P3-means", claims["P3-means"]["paper"], "5 of 8", "**partly**"]
     assert rows["[02_two_token_control](notebooks/02_two_token_control.ipynb)"] == [
         "[02_two_token_control](notebooks/02_two_token_control.ipynb)",
         "T1",
