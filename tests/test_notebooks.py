@@ -254,7 +254,7 @@ def test_own_text_from_another_folder(tmp_path):
     ids=["all others", "content"],
 )
 def test_conventions_are_parameters_of_three_notebooks(conventions, fields, tokenizer, tmp_path):
-    for part in (model, tokenizer):
+    for part in (families.tiny("qwen2", vocab_size=len(tokenizer)), tokenizer):
         part.save_pretrained(tmp_path / "tiny")
     (tmp_path / "words.txt").write_text(WORDS)
     window = {"texts": ["words.txt"], "context": 48, "offset": 4}
