@@ -322,6 +322,13 @@ INDEX = "index.json is not an index of shards: get it again"
 DEFECTS = {
     "no config": (lambda folder: (folder / "config.json").unlink(), LACKS),
     "config damaged": (lambda folder: (folder / "config.json").write_text("{"), "config"),
+    "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json"),
+    "config of words": (configured(hidden_size="x"), "'hidden_size' expected int, got str"),
+    "config of no known model": (configured(model_type="nonsense"), "model type `nonsense`"),
+    "config of another's code": (
+        configured(model_type="own", auto_map={"AutoConfig": "own.Own"}),
+        "contains custom code",
+    ),
     "weights truncated": (
         lambda folder: truncate(folder / "model.safetensors"),
         "safetensors is damaged .*: get it again",
