@@ -589,8 +589,8 @@ def weight_singular_values(
     """Singular values of the interaction matrix M = W_Q^T W_K of every query head of a layer.
 
     Returns float64 [H, min(D, d)], descending. With `with_bias`, M is that of the augmented
-    [W b], which acts on (x, 1); the same where there are no biases. With `per_key_head` the
-    matrices of the query heads that share a key head are stacked: [H_kv, min(D, d)].
+    [W b], which acts on (x, 1), D + 1 in the place of D; the same where there are no biases. With
+    `per_key_head` the matrices of the query heads that share a key head are stacked: [H_kv, …].
     """
     _, W_Q, W_K, b_Q, b_K = weights
     if with_bias and b_Q is not None:
@@ -672,6 +672,7 @@ def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
 def _visited(model, visit: Visitor, position: str, proven: bool = False):
     """Route attention through `visit`, then the model's ordinary attention; undo on exit."""
     ordinary, family = model.config._attn_implementation, model.config.model_type
+    rotates = position == "content"
     seen: list[int] = []
     content: list[tuple[Tensor, Tensor]] = []
 
@@ -692,7 +693,6 @@ def _visited(model, visit: Visitor, position: str, proven: bool = False):
             _require_softmax(family, query, key, value, attention_mask, scale, options, output[0])
         return output
 
-    rotates = position == "content"
     with contextlib.ExitStack() as undo:
         if rotates:
             undo.enter_context(_before_rotation(model, content))
@@ -1170,21 +1170,21 @@ def _gguf_contents(path: Path, label: str) -> tuple[dict, int]:
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        tensors = [tensor.name for tensor in reader.tensors]
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
         prefix = f"{fields['general.architecture']}."
     except Exception as error:
         raise RuntimeError(f"{label} is not a whole GGUF file ({error}): get it again") from None
     lost = [f for f in (*fields, *tensors) if ".rope.scaling." in f or f == "rope_freqs.weight"]
-    # A Mistral is called a llama there, and nothing tells of its window.
-    lost += [x for x in [str(fields.get("general.name", ""))] if "mistral" in x.lower()]
+    # A Mistral is called a llama there, and nothing but its name tells of its window.
+    name = str(fields.get("general.name", ""))
+    lost += [name] * ("mistral" in name.lower())
     if lost:
         raise ValueError(
             f"{label} has {lost[0]!r}, which transformers does not read from GGUF: give the "
             f"model's safetensors folder or hub id"
         )
-    return {name.removeprefix(prefix): value for name, value in fields.items()}, sum(
-        tensors.values()
-    )
+    return {name.removeprefix(prefix): value for name, value in fields.items()}, weights
 
 
 def _require_as_stored(model, fields: dict, weights: int) -> None:

@@ -254,15 +254,19 @@ def dense_fields(queries, keys, scale, row_centred):
     return torch.stack(fields)
 
 
+@pytest.mark.parametrize("per_key_head", [True, False])
 @pytest.mark.parametrize("row_centred", [True, False])
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_logit_field_against_dense(tokens, group, row_centred):
+def test_logit_field_against_dense(tokens, group, row_centred, per_key_head):
     queries, keys = gaussian(2 * group, tokens, 8), 2 + gaussian(2, tokens, 8, seed=1)
-    found = helpers.logit_singular_values(queries, keys, 0.3, row_centred=row_centred)
-    dense = torch.linalg.svdvals(dense_fields(queries, keys, 0.3, row_centred))
-    assert found.shape == (2 * group, min(tokens, 8))
-    assert_same_spectrum(found, dense)
+    reading = {"row_centred": row_centred, "per_key_head": per_key_head}
+    found = helpers.logit_singular_values(queries, keys, 0.3, **reading)
+    fields = dense_fields(queries, keys, 0.3, row_centred)
+    if per_key_head:  # the fields of a group, one below the other
+        fields = fields.reshape(2, group * tokens, tokens)
+    assert found.shape == (len(fields), min(tokens, 8))
+    assert_same_spectrum(found, torch.linalg.svdvals(fields))
 
 
 def test_logit_field_is_row_centred_unless_told():
@@ -464,6 +468,39 @@ def test_causal_field_against_a_row_by_row_construction(tokens, group):
     assert_close(found, torch.stack(expected), rtol=0, atol=1e-5)
     exact = helpers.causal_singular_values(queries, keys, 0.3)
     assert_close(exact, torch.stack(expected), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("per_key_head", [True, False])
+@pytest.mark.parametrize("row_centred", [True, False])
+def test_causal_field_under_the_other_readings(row_centred, per_key_head):
+    queries, keys = gaussian(6, 30, 8), 2 + gaussian(2, 30, 8, seed=1)
+    logits = dense_fields(queries, keys, 0.3, False)
+    visible = torch.ones(30, 30).tril().bool()
+    means = logits.tril().sum(-1, keepdim=True) / visible.sum(-1, keepdim=True)
+    fields = (logits - means if row_centred else logits).where(visible, 0)
+    fields = fields.reshape(2, 90, 30) if per_key_head else fields
+    reading = {"row_centred": row_centred, "per_key_head": per_key_head}
+    found = helpers.causal_singular_values(queries, keys, 0.3, **reading)
+    assert_close(found, torch.linalg.svdvals(fields), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("per_key_head", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("group", "width"), [(1, 40), (3, 40), (3, 5)])
+def test_weight_spectra_against_dense(group, width, biased, with_bias, per_key_head):
+    W_Q, W_K = gaussian(2 * group, 8, width), gaussian(2, 8, width, seed=1)
+    b_Q, b_K = (gaussian(n, 8, seed=2) if biased else None for n in (2 * group, 2))
+    weights = helpers.HeadWeights(0, W_Q, W_K, b_Q, b_K)
+    reading = {"with_bias": with_bias, "per_key_head": per_key_head}
+    found = helpers.weight_singular_values(weights, **reading)
+    if biased and with_bias:
+        W_Q, W_K = torch.cat([W_Q, b_Q[..., None]], -1), torch.cat([W_K, b_K[..., None]], -1)
+    M = [W_Q[head].mT @ W_K[head // group] for head in range(2 * group)]
+    if per_key_head:
+        M = [torch.cat(M[:group]), torch.cat(M[group:])]
+    assert len(found) == len(M)
+    assert_same_spectrum(found, torch.linalg.svdvals(torch.stack(M)))
 
 
 @pytest.mark.parametrize("group", [1, 3])
