@@ -67,11 +67,19 @@ REFUSED = {
     "doge": (GROUPED, "its mask adds to the logits what the field does not show"),
     "bert": (WIDTHS, OTHER),
 }
+# Recorded as softmax sees them, but not before the rotary embedding: a layer without one that does
+# not say so, an embedding of a part of each head outside its function, a norm after it.
+ROTARY_ONLY = {
+    "cohere2": ALTERNATING,
+    "phi": {**WIDTHS, "hidden_size": 32},
+    "hunyuan_v1_dense": GROUPED,
+}
 
 
 def tiny(family: str, implementation: str = "eager", **changes):
     """A model of a family with random weights, biases and norm gains, none zero."""
-    options = KNOWN[family] if family in KNOWN else REFUSED[family][0]
+    refused = {name: options for name, (options, _) in REFUSED.items()}
+    options = {**KNOWN, **refused, **ROTARY_ONLY}[family]
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(family, **{**options, **ids, **changes})
     model = transformers.AutoModelForCausalLM.from_config(
@@ -131,9 +139,12 @@ def readme_tables() -> dict[str, str]:
                 "W x + b": "every position, before RoPE" if rotary else "every position",
             }
         )
-    refused = [
-        {"model type": f"`{family}`", "because": reason} for family, (_, reason) in REFUSED.items()
-    ]
+    reasons = {family: reason for family, (_, reason) in REFUSED.items()}
+    handed = (
+        'does not hand whole queries and keys to its rotary embedding (position "content" only)'
+    )
+    reasons |= dict.fromkeys(ROTARY_ONLY, handed)
+    refused = [{"model type": f"`{x}`", "because": reason} for x, reason in reasons.items()]
     return helpers.as_markdown(families=pd.DataFrame(known), refused=pd.DataFrame(refused))
 
 

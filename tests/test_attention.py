@@ -286,6 +286,51 @@ def test_what_cannot_be_recorded_truly_is_refused(tiny_model, family):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("family", families.ROTARY_ONLY)
+def test_content_that_is_not_all_that_is_rotated_is_refused(tiny_model, family):
+    model = tiny_model(family)
+    assert len(recorded(model, TOKENS)) == 3
+    with pytest.raises(ValueError, match=rf"^{family}: layer \d does not hand whole queries"):
+        recorded(model, TOKENS, position="content")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_that_looks_ahead_is_refused(tiny_model, implementation):
+    model = tiny_model("gemma3_text", implementation, use_bidirectional_attention=True)
+    with pytest.raises(RuntimeError, match="not the softmax of the recorded logits over earlier"):
+        recorded(model, TOKENS)
+
+
+def test_the_text_part_of_a_larger_model_is_recorded():
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision = {**small, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config={**families.GEMMA, **ids}, vision_config=vision)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert [shown[0] for shown in recorded(model, TOKENS)] == [0, 1, 2]
+    sliding = "sliding window of 16 tokens in 2 of 3 layers"
+    assert helpers.left_out(model.config, model.state_dict()) == ["causal mask", sliding]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "also"),
+    [
+        ("llama", {}, []),
+        ("mistral", {}, ["sliding window of 16 tokens in 3 of 3 layers"]),
+        ("mistral", {"sliding_window": None}, []),
+        (
+            "gemma2",
+            {},
+            ["soft-capping at 3", "sliding window of 16 tokens in 2 of 3 layers"],
+        ),
+        ("gpt_oss", {}, ["sliding window of 16 tokens in 2 of 3 layers", "attention sinks"]),
+    ],
+)
+def test_what_a_field_leaves_out_is_said(tiny_model, family, changes, also):
+    model = tiny_model(family, **changes)
+    assert helpers.left_out(model.config, model.state_dict()) == ["causal mask", *also]
+
+
 def test_a_model_that_attends_twice_in_a_layer_is_refused(tiny_model, monkeypatch):
     model = tiny_model("llama")
     attention = attention_modules(model)[1]
