@@ -344,11 +344,16 @@ def threshold_rank(sigma: Tensor, share: float = 0.9) -> Tensor:
     sigma [..., n] → int64 [...]; 0 for a zero spectrum. Sums are compared to 1e-12, so that equal
     singular values count as equal.
     """
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, found {share}")
+    require_share(share)
     held = _shares(sigma, 2).cumsum(-1)
     short = (held < share - 1e-12).sum(-1) + 1
     return torch.where(held[..., -1] > 0, short, 0)
+
+
+def require_share(share: float) -> None:
+    """ValueError unless `share` can be a share of the variance."""
+    if not (isinstance(share, int | float) and 0 < share <= 1):
+        raise ValueError(f"share must be a number above 0 and at most 1, found {share!r}")
 
 
 def entropy_rank(sigma: Tensor) -> Tensor:
@@ -639,8 +644,7 @@ def record_attention(
     are not those of the untouched model, or whose attention is not the softmax of the recorded
     logits over earlier tokens, soft-capping, windows and sinks allowed for (ALiBi is refused).
     """
-    if position not in ("rotary", "content"):
-        raise ValueError(f"position must be 'rotary' or 'content', found {position!r}")
+    require_one_of("position", position, ("rotary", "content"))
     if token_ids.ndim != 1 or len(token_ids) == 0:
         raise ValueError(f"token_ids must be one sequence [T], found {tuple(token_ids.shape)}")
     with torch.inference_mode():
@@ -653,7 +657,8 @@ _verified = weakref.WeakKeyDictionary()  # model → the ways in which its recor
 
 
 def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
-    """Refuse a model whose logits change when it is recorded; once for each model and way."""
+    """Refuse a model whose logits change when it is recorded; once for each model and way (on a
+    window of fewer tokens than these 16 every time: one token proves little)."""
     way = (model.config._attn_implementation, position, model.training)
     if way in _verified.setdefault(model, set()):
         return
@@ -665,7 +670,8 @@ def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
             f"{model.config.model_type}: the recorded model's logits differ from the stock "
             f"model's by {(stock - routed).abs().max():.3g}: its attention cannot be recorded"
         )
-    _verified[model].add(way)
+    if token_ids.shape[-1] == 16:
+        _verified[model].add(way)
 
 
 @contextlib.contextmanager
@@ -679,6 +685,11 @@ def _visited(model, visit: Visitor, position: str, proven: bool = False):
     def attention(module, query, key, value, attention_mask, **options):
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if query.shape[-2:] != key.shape[-2:] or query.shape[1] % key.shape[1]:
+            raise RuntimeError(
+                f"{family}: queries {tuple(query.shape[1:])} and keys {tuple(key.shape[1:])} are "
+                f"not those of the same tokens: it cannot be recorded"
+            )
         shown = _content(family, module, content, query, key) if rotates else (query, key)
         seen.append(getattr(module, "layer_idx", None))
         replaced = visit(seen[-1], shown[0][0], shown[1][0], scale)
@@ -750,7 +761,7 @@ def _content(family, module, content, query, key) -> tuple[Tensor, Tensor]:
         return content.pop()
     raise ValueError(
         f"{family}: layer {getattr(module, 'layer_idx', None)} does not hand whole queries and "
-        f"keys to its rotary embedding: use position 'rotary'"
+        f"keys to a rotary embedding (it may have none): use position 'rotary'"
     )
 
 
@@ -773,8 +784,8 @@ def _before_rotation(model, content: list[tuple[Tensor, Tensor]]):
     rotating = [source for source in sources if hasattr(source, "apply_rotary_pos_emb")]
     if not rotating:
         raise ValueError(
-            f"{model.config.model_type} has no rotary embedding: "
-            f"its content and rotary fields are one; use position 'rotary'"
+            f"{model.config.model_type} has no rotary embedding that could be recorded (without "
+            f"any, content and rotary fields are one): use position 'rotary'"
         )
 
     def keep(rotate):
@@ -850,6 +861,14 @@ def as_list(value: str | list) -> list:
     if not isinstance(value, list) or not value:
         raise ValueError(f"expected a list that is not empty, found {value!r}")
     return value
+
+
+def require_one_of(name: str, value, choices: tuple) -> None:
+    """ValueError unless a notebook's parameter is one of its choices (papermill's option -p hands
+    over `true` as a string; True it understands)."""
+    if value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise ValueError(f"{name} must be {expected}, found {value!r}")
 
 
 def _unknown(kind: str, name: str, also: str) -> ValueError:
@@ -1287,7 +1306,14 @@ def token_window(source: LoadedModel, text: LoadedText, context: int, offset: in
             f"text {text.name!r} has {len(tokens)} tokens, the window needs {wanted} "
             f"(offset {offset} + context {context}): lower them or give a longer text"
         )
-    return torch.tensor(tokens[offset:wanted])
+    window = torch.tensor(tokens[offset:wanted])
+    vocabulary = source.model.get_input_embeddings().num_embeddings
+    if window.max() >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {source.name} gives token {window.max()}, its model knows "
+            f"{vocabulary}: the two do not belong together"
+        )
+    return window
 
 
 # ---------------------------------------------------------------------------------------------

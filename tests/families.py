@@ -55,6 +55,8 @@ KNOWN = {
 # What cannot be recorded, or not truly: model type → (configuration, what the refusal must say).
 ALIBI = "called in layers [], expected each of 2 once: it adds ALiBi to its logits"
 SILENT = "called in layers [], expected each of 3 once: its attention is of another kind"
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+PARTLY = "called in layers [1], expected each of 3 once: its attention is of another kind"
 OTHER = "its attention is not the softmax of the recorded logits over earlier tokens"
 HEADS = {"vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 4}
 REFUSED = {
@@ -62,7 +64,7 @@ REFUSED = {
     "mpt": ({"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4}, ALIBI),
     "xglm": ({**WIDTHS, "d_model": 24, "num_layers": 2, "attention_heads": 4}, SILENT),
     "mamba": ({**WIDTHS, "state_size": 4}, SILENT),
-    "qwen3_next": ({**GROUPED, **EXPERTS}, SILENT),
+    "qwen3_next": ({**GROUPED, **EXPERTS, "layer_types": HYBRID}, PARTLY),
     "diffllama": (GROUPED, "called in layers [0, 0, 1, 1, 2, 2], expected each of 3 once"),
     "doge": (GROUPED, "its mask adds to the logits what the field does not show"),
     "bert": (WIDTHS, OTHER),
@@ -140,9 +142,7 @@ def readme_tables() -> dict[str, str]:
             }
         )
     reasons = {family: reason for family, (_, reason) in REFUSED.items()}
-    handed = (
-        'does not hand whole queries and keys to its rotary embedding (position "content" only)'
-    )
+    handed = 'does not hand whole queries and keys to a rotary embedding (position "content" only)'
     reasons |= dict.fromkeys(ROTARY_ONLY, handed)
     refused = [{"model type": f"`{x}`", "because": reason} for x, reason in reasons.items()]
     return helpers.as_markdown(families=pd.DataFrame(known), refused=pd.DataFrame(refused))

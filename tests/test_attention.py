@@ -390,6 +390,29 @@ def test_a_model_is_compared_once_for_each_way_of_recording_it(tiny_model):
     assert [passes_of(), passes_of()] == [3, 1]
 
 
+def test_a_short_window_proves_nothing_for_a_longer_one(tiny_model):
+    model = tiny_model("bert")
+    recorded(model, TOKENS[:1])  # one token sees itself, whatever the mask
+    with pytest.raises(RuntimeError, match="not the softmax of the recorded logits"):
+        recorded(model, TOKENS)
+
+
+def test_keys_of_other_tokens_are_refused(tiny_model, monkeypatch):
+    """As of a model that adds compressed keys of its own on a long context."""
+    model = tiny_model("llama")
+    recorded(model, TOKENS)
+    source = sys.modules[type(attention_modules(model)[0]).__module__]
+    rotate = source.apply_rotary_pos_emb
+
+    def one_key_less(*args, **kwargs):
+        query, key = rotate(*args, **kwargs)
+        return query, key[:, :, 1:]
+
+    monkeypatch.setattr(source, "apply_rotary_pos_emb", one_key_less)
+    with pytest.raises(RuntimeError, match=r"^llama: queries .* and keys .* are not those of the"):
+        recorded(model, TOKENS)
+
+
 def test_content_is_refused_without_a_rotary_embedding(tiny_model):
     with pytest.raises(ValueError, match=r"gpt2 has no rotary embedding.*use position 'rotary'"):
         recorded(tiny_model("gpt2"), TOKENS, position="content")

@@ -572,7 +572,7 @@ def test_threshold_rank_is_r90_by_default_and_keeps_the_batch():
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.1, 90, math.nan, math.inf])
 def test_threshold_rank_refuses_a_share_that_is_none(share):
-    with pytest.raises(ValueError, match="share must be above 0 and at most 1, found"):
+    with pytest.raises(ValueError, match="share must be a number above 0 and at most 1"):
         helpers.threshold_rank(torch.ones(3), share)
 
 
