@@ -325,6 +325,7 @@ def test_names_that_lead_nowhere(load, name, message, tmp_path, monkeypatch):
         ("alice", "alice"),
         ("gutenberg:11", "gutenberg-11"),
         ("openai-community/gpt2", "openai-community--gpt2"),
+        ("openai-community/gpt2@v1.0", "openai-community--gpt2-v1.0"),
         ("there/my text.v2.txt", "my-text-v2-txt"),
         ("there/my model v1.5.gguf", "my-model-v1-5"),
         ("there", "there"),
