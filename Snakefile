@@ -17,7 +17,8 @@ configfile: f"{workflow.basedir}/config.yaml"
 # ---- What to run -------------------------------------------------------------------------------
 
 ROOT = Path(workflow.basedir)
-KEYS = ["models", "texts", "context", "stability_context", "output", "build"]
+KEYS = ["models", "texts", "context", "stability_context", "windows", "lengths"]
+KEYS += ["output", "build"]
 
 
 def listed(key):
@@ -40,7 +41,31 @@ BUILD = Path(config["build"]).resolve()
 EXECUTED = f"{BUILD}/notebooks"
 SHARED = [ROOT / "helpers.py", *sorted(ROOT.glob("data/*.toml"))]
 ONCE = ["01_theory", "02_two_token_control", "05_gap_statistics"]
-PER_MODEL = ["03_weight_spectra", "04_logit_spectra", "06_stability_bound"]
+PER_MODEL = ["03_weight_spectra", "04_logit_spectra", "06_stability_bound", "07_controls"]
+WINDOW = {"texts": TEXTS, "context": config["context"]}
+PARAMETERS = {
+    "01_theory": {},  # its example is a head of its own default model, which others may not have
+    "02_two_token_control": {},
+    "03_weight_spectra": {},
+    "04_logit_spectra": WINDOW,
+    "05_gap_statistics": {"models": list(MODELS.values()), **WINDOW},
+    "06_stability_bound": {"text": TEXTS[0], "context": config["stability_context"]},
+    "07_controls": {
+        "text": TEXTS[0],
+        "other_text": TEXTS[-1] if len(TEXTS) > 1 else "",
+        "context": config["context"],
+        "windows": config["windows"],
+        "contexts": config["lengths"],
+    },
+}
+READS = {
+    "02_two_token_control": [ROOT / "data/attention-rank-bottlenecks.json"],
+    "05_gap_statistics": [
+        f"{EXECUTED}/{model}/{name}.ipynb"
+        for model in MODELS
+        for name in ("03_weight_spectra", "04_logit_spectra")
+    ],
+}
 
 
 # ---- How to run it -----------------------------------------------------------------------------
@@ -118,6 +143,15 @@ def print_verdicts(claims):
         print()
 
 
+def publish(table, file):
+    """Save a table about this run, and put the README's tables in order."""
+    import helpers
+
+    facts = {"models": list(MODELS.values()), **WINDOW}
+    helpers.save_table(table, helpers.ROOT / "data/results" / file, facts)
+    helpers.update_readme(helpers.ROOT, helpers.readme_tables(helpers.ROOT))
+
+
 # ---- The rules ---------------------------------------------------------------------------------
 
 
@@ -144,9 +178,7 @@ rule readme:
             for path in sorted((BUILD / "benchmarks").rglob("*.tsv"))
         ]
         seconds = pandas.DataFrame(timings).groupby("notebook", as_index=False).sum().round(0)
-        facts = {"models": list(MODELS.values()), "texts": TEXTS, "context": config["context"]}
-        helpers.save_table(seconds, helpers.ROOT / "data/results/runtimes.csv", facts)
-        helpers.update_readme(helpers.ROOT, helpers.readme_tables(helpers.ROOT))
+        publish(seconds, "runtimes.csv")
 
 
 # `make second`: another model beside the default one, in a folder of their own; of its results, the
@@ -160,105 +192,43 @@ rule second:
         name = helpers.results_name(list(MODELS.values())[-1])
         claims = helpers.claim_table(Path(OUTPUT))
         columns = ["id", "model", "measured", "verdict"]
-        facts = {"models": list(MODELS.values()), "texts": TEXTS, "context": config["context"]}
-        path = helpers.ROOT / "data/results/second_model.csv"
-        helpers.save_table(claims.loc[claims.model == name, columns], path, facts)
-        helpers.update_readme(helpers.ROOT, helpers.readme_tables(helpers.ROOT))
+        publish(claims.loc[claims.model == name, columns], "second_model.csv")
 
 
-rule theory:
+# A notebook of all models, or one of each. What it is made of (its parameters, its sources, what
+# else it reads) decides whether it runs again.
+def given(name, model=None):
+    return {**({"model": MODELS[model]} if model else {}), **PARAMETERS[name], "output_dir": OUTPUT}
+
+
+rule once:
     input:
-        notebook=ROOT / "notebooks/01_theory.ipynb",
+        lambda wildcards: READS.get(wildcards.name, []),
+        notebook=ROOT / "notebooks/{name}.ipynb",
         shared=SHARED,
     output:
-        f"{EXECUTED}/01_theory.ipynb",
-    # its example is a head of the notebook's own default model, which others may not have
+        f"{EXECUTED}/{{name}}.ipynb",
+    wildcard_constraints:
+        name="|".join(ONCE),
     params:
-        output_dir=OUTPUT,
+        given=lambda wildcards: given(wildcards.name),
     benchmark:
-        f"{BUILD}/benchmarks/01_theory.tsv"
+        f"{BUILD}/benchmarks/{{name}}.tsv"
     run:
-        execute(input.notebook, output[0], dict(params.items()))
+        execute(input.notebook, output[0], params.given)
 
 
-rule two_token_control:
+rule per_model:
     input:
-        notebook=ROOT / "notebooks/02_two_token_control.ipynb",
-        shared=SHARED,
-        reference=ROOT / "data/attention-rank-bottlenecks.json",
-    output:
-        f"{EXECUTED}/02_two_token_control.ipynb",
-    params:
-        output_dir=OUTPUT,
-    benchmark:
-        f"{BUILD}/benchmarks/02_two_token_control.tsv"
-    run:
-        execute(input.notebook, output[0], dict(params.items()))
-
-
-rule weight_spectra:
-    input:
-        notebook=ROOT / "notebooks/03_weight_spectra.ipynb",
+        notebook=ROOT / "notebooks/{name}.ipynb",
         shared=SHARED,
     output:
-        f"{EXECUTED}/{{model}}/03_weight_spectra.ipynb",
+        f"{EXECUTED}/{{model}}/{{name}}.ipynb",
+    wildcard_constraints:
+        name="|".join(PER_MODEL),
     params:
-        model=lambda wildcards: MODELS[wildcards.model],
-        output_dir=OUTPUT,
+        given=lambda wildcards: given(wildcards.name, wildcards.model),
     benchmark:
-        f"{BUILD}/benchmarks/{{model}}/03_weight_spectra.tsv"
+        f"{BUILD}/benchmarks/{{model}}/{{name}}.tsv"
     run:
-        execute(input.notebook, output[0], dict(params.items()))
-
-
-rule logit_spectra:
-    input:
-        notebook=ROOT / "notebooks/04_logit_spectra.ipynb",
-        shared=SHARED,
-    output:
-        f"{EXECUTED}/{{model}}/04_logit_spectra.ipynb",
-    params:
-        model=lambda wildcards: MODELS[wildcards.model],
-        texts=TEXTS,
-        context=config["context"],
-        output_dir=OUTPUT,
-    benchmark:
-        f"{BUILD}/benchmarks/{{model}}/04_logit_spectra.tsv"
-    run:
-        execute(input.notebook, output[0], dict(params.items()))
-
-
-rule gap_statistics:
-    input:
-        expand(f"{EXECUTED}/{{model}}/03_weight_spectra.ipynb", model=MODELS),
-        expand(f"{EXECUTED}/{{model}}/04_logit_spectra.ipynb", model=MODELS),
-        notebook=ROOT / "notebooks/05_gap_statistics.ipynb",
-        shared=SHARED,
-    output:
-        f"{EXECUTED}/05_gap_statistics.ipynb",
-    params:
-        models=list(MODELS.values()),
-        texts=TEXTS,
-        context=config["context"],
-        output_dir=OUTPUT,
-    benchmark:
-        f"{BUILD}/benchmarks/05_gap_statistics.tsv"
-    run:
-        execute(input.notebook, output[0], dict(params.items()))
-
-
-rule stability_bound:
-    input:
-        notebook=ROOT / "notebooks/06_stability_bound.ipynb",
-        shared=SHARED,
-    output:
-        f"{EXECUTED}/{{model}}/06_stability_bound.ipynb",
-    params:
-        model=lambda wildcards: MODELS[wildcards.model],
-        text=TEXTS[0],
-        context=config["stability_context"],
-        output_dir=OUTPUT,
-    benchmark:
-        f"{BUILD}/benchmarks/{{model}}/06_stability_bound.tsv"
-    run:
-        execute(input.notebook, output[0], dict(params.items()))
+        execute(input.notebook, output[0], params.given)

@@ -8,6 +8,7 @@ E = s Q K^T; its row-centred field Ẽ = E (I - 11^T/T) = s Q (K - 1 k̄^T)^T.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import hashlib
@@ -325,6 +326,55 @@ def low_rank_factors(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, 
     return low_queries.flatten(0, 1), (basis @ right).flatten(0, 1)
 
 
+class ComponentParts(NamedTuple):
+    """Squares of singular values, and what their components share with another field: [H, n]."""
+
+    energy: Tensor  # ‖C_k‖² = σ_k²
+    common: Tensor  # ⟨C_k, Ẽ'⟩
+    by_key: Tensor  # ⟨C_k, A⟩, A a function of the key's position alone
+    by_distance: Tensor  # ⟨C_k, B⟩, B a function of j - i alone
+
+
+@torch.no_grad()
+def component_parts(queries: Tensor, keys: Tensor, others: tuple[Tensor, Tensor]) -> ComponentParts:
+    """What each component of a field has in common with another field over the same positions.
+
+    queries [H, T, d], keys [H_kv, T, d]; `others` are those of the other field Ẽ', in the same
+    shapes. Component k is the matrix C_k = σ_k u_k v_k^T of the singular value decomposition of Ẽ.
+    Ẽ' is split: A_ij is its mean over queries, B the means along the diagonals of Ẽ' - A, and a
+    rest. Returns float64 [H, min(T, d)] of s = 1. No T×T array: ⟨C_k, Ẽ'⟩ = (σ_k Q'^T u_k)^T
+    (K' - 1k̄'^T)^T v_k, and sums along diagonals are correlations, taken by Fourier transforms.
+    Raises ValueError for shapes that do not fit.
+    """
+    if [part.shape for part in others] != [queries.shape, keys.shape]:
+        raise ValueError(
+            f"the other field must have queries {tuple(queries.shape)} and keys "
+            f"{tuple(keys.shape)}, found {[tuple(part.shape) for part in others]}"
+        )
+    left, right = low_rank_factors(queries, keys, min(queries.shape[-2:]))  # σ_k u_k and v_k
+    heads, tokens, _ = queries.shape
+    other_queries = others[0].double()
+    other_keys = centred(others[1]).repeat_interleave(heads // len(keys), dim=0)
+    common = ((left.mT @ other_queries) * (right.mT @ other_keys)).sum(-1)
+
+    over_queries = (other_keys @ other_queries.mean(-2).unsqueeze(-1)).mT  # A has these rows
+    by_key = left.sum(-2) * (over_queries @ right).squeeze(-2)
+
+    correlation = functools.partial(_correlation, length=2 * tokens)
+    diagonals = correlation(other_queries, other_keys).sum(-1)
+    diagonals -= correlation(torch.ones_like(over_queries), over_queries, dim=-1).squeeze(-2)
+    lags = torch.arange(2 * tokens, device=queries.device)
+    counts = (tokens - torch.minimum(lags, 2 * tokens - lags)).clamp(min=1)
+    by_distance = (correlation(left, right) * (diagonals / counts).unsqueeze(-1)).sum(-2)
+    return ComponentParts(left.square().sum(-2), common, by_key, by_distance)
+
+
+def _correlation(left: Tensor, right: Tensor, length: int, dim: int = -2) -> Tensor:
+    """Σ_i left_i right_{i+δ} along `dim`, at δ modulo `length` (at least twice the tokens)."""
+    spectra = (torch.fft.rfft(factor, n=length, dim=dim) for factor in (left, right))
+    return torch.fft.irfft(next(spectra).conj() * next(spectra), n=length, dim=dim)
+
+
 def _shares(sigma: Tensor, power: int) -> Tensor:
     """σ^power over its sum, descending, float64; zeros where the spectrum is zero."""
     sigma = torch.as_tensor(sigma).double()
@@ -544,8 +594,9 @@ def head_weights(source) -> Iterator[HeadWeights]:
 
 def _attention_tensors(source) -> dict[int, dict[str, Callable[[], Tensor]]]:
     """For each layer, the tensors of its attention: what gives them, by their name in it."""
-    tensors = getattr(source, "tensors", None)  # a checkpoint's
-    if tensors is None:
+    if isinstance(source, Checkpoint):
+        tensors = source.tensors
+    else:
         tensors = {name: parameter.detach for name, parameter in source.named_parameters()}
     module = re.escape(_family(source.config)[0]).replace(r"\{\}", r"(\d+)")
     inside = re.compile(rf"(?:.*\.)?{module}\.(.+)")
@@ -602,6 +653,67 @@ def weight_singular_values(
         W_Q, W_K = (torch.cat([W, b.unsqueeze(-1)], dim=-1) for W, b in ((W_Q, b_Q), (W_K, b_K)))
     # The same product as that of queries and keys, with D in the place of T.
     return logit_singular_values(W_Q.mT, W_K.mT, 1.0, row_centred=False, per_key_head=per_key_head)
+
+
+def untrained(model, seed: int):
+    """A model of the same architecture with new random weights, as transformers draws them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        new = type(model)(copy.deepcopy(model.config))
+    return new.to(model.device, model.dtype).eval()
+
+
+@torch.no_grad()
+def shuffled_projections(model, unit: str, seed: int):
+    """A copy of a model whose query and key projections are shuffled: same values, other places.
+
+    With unit "entries" the entries of each head's W_Q change places at random, and so do those of
+    each W_K. With unit "heads" every key head gets the W_K of another one, of any layer. Biases,
+    norms and all other weights stay. Raises ValueError for an unknown family or a single key head.
+    """
+    require_one_of("unit", unit, ("entries", "heads"))
+    copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    layers = [_projection_places(copied, layer) for layer in _attention_tensors(copied).values()]
+    if unit == "entries":
+        for values, *places in layers:
+            for head in itertools.chain(*places):
+                values[head] = values[head[torch.randperm(len(head), generator=generator)]]
+    else:
+        key_heads = torch.cat([values[places] for values, _, places in layers])
+        if len(key_heads) < 2:
+            raise ValueError("a single key head cannot change places with another")
+        order = torch.randperm(len(key_heads), generator=generator)
+        key_heads[order] = key_heads[order.roll(1)]  # one cycle through all: none keeps its own
+        for values, _, places in layers:
+            values[places], key_heads = key_heads[: len(places)], key_heads[len(places) :]
+    for (values, *_), parts in zip(layers, _attention_tensors(copied).values(), strict=True):
+        tensors = [tensor() for tensor in parts.values()]
+        for tensor, part in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return copied
+
+
+def _projection_places(model, parts: dict[str, Callable[[], Tensor]]) -> tuple[Tensor, ...]:
+    """All values [n] of a layer's attention, and where among them W_Q [H, d·D] and W_K stand.
+
+    The family's own reading of numbered tensors tells; of ones, what it multiplies them by.
+    """
+    tensors = {name: tensor() for name, tensor in parts.items()}
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    found = []
+    for numbers in (torch.arange(1.0, sum(sizes) + 1, dtype=torch.float64), torch.ones(sum(sizes))):
+        numbered = {
+            name: functools.partial(part.view, tensors[name].shape)
+            for name, part in zip(tensors, numbers.split(sizes), strict=True)
+            if "norm" not in name  # its gain stays with its layer
+        }
+        read = functools.partial(_read, numbered, "the numbered layer")
+        found.append([weight for weight, _ in _family(model.config)[1](read, model.config)])
+    places = [
+        (numbered / factor).round().long().unflatten(0, (heads, -1)).flatten(1) - 1
+        for numbered, factor, heads in zip(*found, _head_counts(model.config), strict=True)
+    ]
+    return torch.cat([tensor.flatten() for tensor in tensors.values()]), *places
 
 
 def left_out(config, tensors: Iterable[str]) -> list[str]:
@@ -1088,9 +1200,13 @@ def _one_line(problem: str):
     try:
         yield
     except Exception as error:
-        reason = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
-        reason = reason.splitlines()[0]
-        raise RuntimeError(f"{problem}: {reason}") from None
+        raise RuntimeError(f"{problem}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says first; a line that ends in a colon is joined with the next."""
+    said = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
+    return said.splitlines()[0]
 
 
 def _located(name: str) -> tuple[Path, dict]:
@@ -1174,10 +1290,9 @@ def _from_hub(repository: str, revision: str | None) -> Path:
             f"model {repository!r} has no revision {revision!r} on the hub"
         ) from None
     except Exception as error:  # a server that is no hub can cause any
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RuntimeError(
-            f"cannot reach model {repository!r} on the hub ({reason}): check the network, or give "
-            f"a local folder"
+            f"cannot reach model {repository!r} on the hub ({_first_line(error)}): check the "
+            f"network, or give a local folder"
         ) from None
 
 

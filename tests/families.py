@@ -108,6 +108,11 @@ def is_rotary(family: str) -> bool:
     return "rope_parameters" in tiny(family).config.to_dict()
 
 
+def is_normalised(model) -> bool:
+    """Whether queries and keys have norms of their own."""
+    return any("q_norm" in name for name in model.state_dict())
+
+
 def readme_tables() -> dict[str, str]:
     """The README's tables in Markdown: `families` and `refused`."""
     known = []
@@ -121,10 +126,10 @@ def readme_tables() -> dict[str, str]:
         weights = next(helpers.head_weights(model))
         ordinary = all(abs(s * weights.W_Q.shape[1] ** 0.5 - 1) < 1e-6 for s in scales)
         parts = ["W_Q, W_K"] + ["biases"] * (weights.b_Q is not None)
-        parts += ["gains of the query and key norms"] * any("q_norm" in name for name in state)
+        parts += ["gains of the query and key norms"] * is_normalised(model)
         beyond = helpers.left_out(config, state)[1:]
         beyond = [text.split(" of ")[0].split(" at ")[0] for text in beyond]
-        beyond += ["the norm itself"] * any("q_norm" in name for name in state)
+        beyond += ["the norm itself"] * is_normalised(model)
         rotary = is_rotary(family)
         if rotary and 0 in getattr(config, "no_rope_layers", []):
             rotary = "in some layers"

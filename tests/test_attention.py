@@ -437,6 +437,87 @@ def test_one_token_can_be_recorded(tiny_model):
     ] * 3
 
 
+UNNORMALISED = [f for f in FAMILIES if not families.is_normalised(families.tiny(f))]
+
+
+def changed_entries(ones, others):
+    return sum(int((one != other).sum()) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.mark.parametrize("unit", ["entries", "heads"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shuffling_moves_query_and_key_weights_and_nothing_else(tiny_model, family, unit):
+    model = tiny_model(family)
+    before = copy.deepcopy(model.state_dict())
+    shuffled = helpers.shuffled_projections(model, unit, seed=0)
+    pairs = list(zip(helpers.head_weights(model), helpers.head_weights(shuffled), strict=True))
+    moved = sum(changed_entries(one[1:3], other[1:3]) for one, other in pairs)
+    assert moved == changed_entries(model.parameters(), shuffled.parameters()) > 0
+    for one, other in pairs:
+        assert (unit == "heads") == torch.equal(one.W_Q, other.W_Q)
+        assert not torch.equal(one.W_K, other.W_K)
+        for bias, same in zip(one[3:], other[3:], strict=True):
+            assert bias is same is None or torch.equal(bias, same)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    again = helpers.shuffled_projections(model, unit, seed=0)
+    assert changed_entries(shuffled.parameters(), again.parameters()) == 0
+    assert not torch.allclose(stock_logits(shuffled, TOKENS), stock_logits(model, TOKENS))
+
+
+@pytest.mark.parametrize("family", UNNORMALISED)
+def test_shuffling_entries_keeps_the_values_of_each_head(tiny_model, family):
+    model = tiny_model(family)
+    shuffled = helpers.shuffled_projections(model, "entries", seed=0)
+    for one, other in zip(helpers.head_weights(model), helpers.head_weights(shuffled), strict=True):
+        for W, moved in zip(one[1:3], other[1:3], strict=True):
+            assert torch.equal(*(x.flatten(1).sort().values for x in (W, moved)))
+            # Hardly an entry in its place, and rows mixed with columns.
+            assert (W != moved).double().mean() > 0.95
+            assert not torch.allclose(W.norm(dim=-1), moved.norm(dim=-1), rtol=0.01)
+
+
+@pytest.mark.parametrize("family", UNNORMALISED)
+def test_shuffling_heads_gives_each_key_head_another_of_the_model(tiny_model, family):
+    model = tiny_model(family)
+    shuffled = helpers.shuffled_projections(model, "heads", seed=0)
+    own, given = (
+        torch.cat([weights.W_K for weights in helpers.head_weights(m)]) for m in (model, shuffled)
+    )
+    equal = (own[:, None] == given).flatten(2).all(-1)
+    assert (equal.sum(0) == 1).all()
+    assert (equal.sum(1) == 1).all()
+    assert not equal.diagonal().any()
+    layers = torch.arange(len(own)) // (len(own) // 3)
+    assert (layers[equal.int().argmax(0)] != layers).any()
+
+
+def test_shuffling_refuses_a_single_key_head_and_an_unknown_unit(tiny_model):
+    single = tiny_model("llama", num_hidden_layers=1, num_key_value_heads=1)
+    with pytest.raises(ValueError, match="a single key head cannot change places"):
+        helpers.shuffled_projections(single, "heads", seed=0)
+    with pytest.raises(ValueError, match=r"unit must be .*'rows'"):
+        helpers.shuffled_projections(single, "rows", seed=0)
+
+
+@EVERY_WAY
+def test_an_untrained_model_has_the_same_form_and_other_weights(tiny_model, family, implementation):
+    model, state = tiny_model(family, implementation), torch.get_rng_state()
+    one, other = (helpers.untrained(model, seed) for seed in (0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    for ours, theirs in zip(one.named_parameters(), model.named_parameters(), strict=True):
+        assert ours[0] == theirs[0]
+        assert ours[1].shape == theirs[1].shape
+    first, second, trained = (next(helpers.head_weights(m)).W_Q for m in (one, other, model))
+    assert not torch.equal(first, second)
+    assert torch.isclose(first.std(), second.std(), rtol=0.2)
+    assert not torch.isclose(first.std(), trained.std(), rtol=0.2)  # 0.5 in the tests
+    again = next(helpers.head_weights(helpers.untrained(model, 0)))
+    assert torch.equal(first, again.W_Q)
+    assert [shown[0] for shown in recorded(one, TOKENS)] == [0, 1, 2]
+    assert one.config._attn_implementation == implementation
+    assert not one.training
+
+
 def test_weights_of_an_unknown_family_are_refused(tiny_model):
     with pytest.raises(ValueError, match="model type 'bloom' are not known here; known: gemma, "):
         next(helpers.head_weights(tiny_model("bloom")))

@@ -31,7 +31,8 @@ BY_NAME = {"argvalues": NOTEBOOKS, "ids": [path.stem for path in NOTEBOOKS]}
 BENCH = helpers.ROOT / bench.RESULTS
 WORDS = "the cat sat on the mat; the rat ate the hat -- " * 20  # the tests' tokenizer knows them
 # A tiny run: two texts, short windows.
-SMALL = ["texts=alice king-james", "context=128", "stability_context=96"]
+SMALL = ["texts=alice king-james", "context=128", "stability_context=96", "windows=2"]
+SMALL += ["lengths=[32, 128]"]
 
 
 def code_cells(path):
@@ -169,6 +170,54 @@ def test_rerun_leaves_the_published_numbers(rerun):
         )
         compared += 1
     assert compared >= 10
+
+
+def defined_in(notebook, *names):
+    """Functions and constants of a notebook, as its own cells define them."""
+    tree = ast.parse("\n".join(c.source for c in code_cells(notebook) if c.source[:1] != "%"))
+    wanted = [
+        statement
+        for statement in tree.body
+        if getattr(statement, "name", None) in names
+        or any(getattr(t, "id", None) in names for t in getattr(statement, "targets", []))
+    ]
+    assert len(wanted) == len(names)
+    space = {"np": np}
+    exec(compile(ast.Module(wanted, []), str(notebook), "exec"), space)
+    return [space[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def controls():
+    """The rule for P8 as notebook 07 has it, and the ranks that it is applied to, by kind."""
+    *_, kinds, rule = defined_in(
+        helpers.ROOT / "notebooks" / "07_controls.ipynb",
+        "seed", "logs", "resampled", "NO_LANGUAGE", "verdict_on",
+    )  # fmt: skip
+    table = helpers.load_table(
+        helpers.ROOT / "data" / "results" / "smollm2-135m" / "alice_controls.csv"
+    )
+    shape = [table[index].nunique() for index in ("window", "layer", "head")]
+    names = ["text", *kinds, "no structure"]
+    return rule, {name: table[name].to_numpy().reshape(shape) for name in names}
+
+
+def test_verdict_on_p8_is_that_of_the_table(controls):
+    rule, ranks = controls
+    claims = helpers.claim_table(helpers.ROOT).set_index("id")
+    assert rule(ranks) == claims.verdict["P8"] == "not reproduced"
+
+
+def test_verdict_on_p8_turns_if_the_kinds_are_swapped(controls):
+    rule, ranks = controls
+    text, random, noise = (ranks[name] for name in ("text", "random tokens", "no structure"))
+    assert rule({**ranks, "text": random, "random tokens": text}) == "partly"
+    as_noise = dict.fromkeys(("shuffled", "unigram", "random tokens"), noise)
+    assert rule({**ranks, **as_noise}) == "reproduced"
+    assert rule({**ranks, **as_noise, "shuffled": text}) == "partly"
+    # Where noise needs no more than text, nothing is left to explain.
+    assert rule({**ranks, **as_noise, "no structure": text}) == "not reproduced"
+    assert rule({**ranks, **as_noise, "no structure": noise, "text": noise}) == "not reproduced"
 
 
 # ---- Runs with other parameters ---------------------------------------------------------------
@@ -353,6 +402,37 @@ def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp
 
 
 @pytest.mark.parametrize(
+    ("family", "models", "left_out"),
+    [
+        ("gpt2", 4, ["before RoPE left out: gpt2 has no rotary embedding"]),
+        ("cohere2", 2, ["shuffled left out: weights of model type 'cohere2'", "before RoPE left"]),
+    ],
+)
+def test_controls_leave_out_what_a_model_has_not(family, models, left_out, tokenizer, tmp_path):
+    for part in (families.tiny(family, vocab_size=len(tokenizer)), tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    (tmp_path / "words.txt").write_text(3 * WORDS)
+    parameters = {"text": "words.txt", "other_text": "", "context": 48, "offset": 4, "windows": 2}
+    parameters |= {"contexts": [16, 48, 64, 5000], "model": "tiny"}
+    done = papermill("07_controls.ipynb", tmp_path, **parameters)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = "".join(
+        out.get("text", "") for cell in code_cells(tmp_path / "out.ipynb") for out in cell.outputs
+    )
+    for line in [*left_out, "contexts: 5000 left out: "]:
+        assert line in printed
+    results = tmp_path / "data" / "results" / "tiny"
+    controls = helpers.load_table(results / "words-txt_controls.csv", windows=2)
+    assert len(controls) == 2 * 3 * 4
+    effects = helpers.load_table(results / "words-txt_controls_effects.csv")
+    assert (effects.changed == "model").sum() == models - 1
+    assert "before RoPE" not in set(effects.to)
+    combined = helpers.load_table(results / "words-txt_controls_combined.csv")
+    assert len(combined) == 2**3 - 1
+    assert combined["of variance"].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
     ("notebook", "parameters", "message"),
     [
         ("03_weight_spectra", {"model": "smollm2"}, r"unknown model 'smollm2': did you mean 'smol"),
@@ -368,6 +448,10 @@ def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp
         ("05_gap_statistics", {"models": ["absent"]}, r"weight_heads.csv is missing: run"),
         ("06_stability_bound", {"ranks": [65]}, r"rank.* 64.*65"),
         ("06_stability_bound", {"context": 0}, r"context must be at least 1.* 0"),
+        ("07_controls", {"windows": 1}, r"windows must be at least 2, found 1"),
+        ("07_controls", {"context": 2}, r"context must be at least 4, found 2"),
+        ("07_controls", {"contexts": [8200]}, r"none of the contexts \[8200\] fits"),
+        ("07_controls", {"windows": 99}, r"text 'alice' has \d+ tokens, the window needs \d+"),
     ],
 )
 def test_bad_parameters_end_with_one_line(notebook, parameters, message, tmp_path):

@@ -516,6 +516,61 @@ def test_low_rank_factors_give_the_best_field_of_that_rank(tokens, rank, group):
     assert_close(low_keys.mT @ low_keys, torch.eye(rank).double().expand(2 * group, -1, -1))
 
 
+def diagonal_means(field):
+    """Every entry replaced by the mean of its diagonal."""
+    tokens = len(field)
+    means = torch.zeros_like(field)
+    for distance in range(1 - tokens, tokens):
+        diagonal = means.diagonal(distance)
+        diagonal.fill_(field.diagonal(distance).mean())
+    return means
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("tokens", [2, 5, 30])
+def test_component_parts_against_dense_matrices(tokens, group):
+    one, other = (
+        (gaussian(2 * group, tokens, 8, seed=seed) + 1, gaussian(2, tokens, 8, seed=seed + 1) + 1)
+        for seed in (3, 5)
+    )
+    found = helpers.component_parts(*one, other)
+    for head in range(2 * group):
+        field, compared = (
+            q[head] @ (k[head // group] - k[head // group].mean(0)).mT for q, k in (one, other)
+        )
+        u, sigma, vh = torch.linalg.svd(field)
+        by_key = compared.mean(0).expand_as(compared)
+        by_distance = diagonal_means(compared - by_key)
+        count = min(tokens - 1, 8)  # the components that are not rounding
+        components = sigma[:count, None, None] * u.mT[:count, :, None] * vh[:count, None, :]
+        expected = [(components * part).sum((-2, -1)) for part in (compared, by_key, by_distance)]
+        for part, dense in zip(found, [sigma[:count] ** 2, *expected], strict=True):
+            assert_close(part[head, :count], dense, atol=1e-9, rtol=1e-9)
+
+
+def test_component_parts_of_a_field_with_itself_and_of_known_fields():
+    queries, keys = gaussian(4, 40, 8), gaussian(2, 40, 8, seed=1)
+    itself = helpers.component_parts(queries, keys, (queries, keys))
+    assert_close(itself.common, itself.energy)
+    # The same query everywhere: a function of the key alone.
+    same = queries[:, :1].expand(-1, 40, -1)
+    parts = helpers.component_parts(same, keys, (same, keys))
+    assert_close(parts.by_key[:, 0], parts.energy[:, 0])
+    assert parts.by_distance.abs().max() < 1e-9 * parts.energy.max()
+    # Turning vectors: a function of the distance, but for what centring the rows takes off.
+    angle = torch.arange(40.0, dtype=torch.float64) * 2 * math.pi * 3 / 40  # whole turns
+    turned = torch.stack([angle.cos(), angle.sin()], -1)[None]
+    parts = helpers.component_parts(turned, turned, (turned, turned))
+    assert_close(parts.by_distance, parts.energy)
+    assert parts.by_key.abs().max() < 1e-9 * parts.energy.max()
+
+
+def test_component_parts_refuse_a_field_of_another_shape():
+    queries, keys = gaussian(4, 40, 8), gaussian(2, 40, 8)
+    with pytest.raises(ValueError, match=r"must have queries \(4, 40, 8\) and keys .*\(4, 39, 8\)"):
+        helpers.component_parts(queries, keys, (queries[:, 1:], keys[:, 1:]))
+
+
 @pytest.mark.parametrize("rank", [0, -1, 9])
 def test_low_rank_factors_refuse_an_impossible_rank(rank):
     with pytest.raises(ValueError, match=f"rank must be 1 to 8 .* found {rank}"):
