@@ -25,7 +25,7 @@ def listed(key):
     """The names under `key`; a string may hold several (MODELS="a b"). Notebooks run in their own
     folder, so the name of an existing file or folder becomes its full path."""
     names = config[key] or []
-    names = names.split() if isinstance(names, str) else map(str, names)
+    names = str(names).split() if isinstance(names, str | int) else map(str, names)
     return [str(Path(name).resolve()) if Path(name).exists() else name for name in names]
 
 
@@ -35,6 +35,12 @@ TEXTS = listed("texts")
 MODELS = {re.sub(r"[^\w.-]+", "_", name).strip("_"): name for name in listed("models")}
 if not TEXTS or not MODELS:
     sys.exit("config.yaml: name at least one model and one text")
+if len(MODELS) < len(set(listed("models"))):
+    sys.exit(f"config.yaml: two models would share a folder: {', '.join(listed('models'))}")
+try:
+    LENGTHS = [int(tokens) for tokens in listed("lengths")]
+except ValueError:
+    sys.exit(f"config.yaml: lengths must be whole numbers, found {config['lengths']!r}")
 OUTPUT = str(Path(config["output"]).resolve()) if config["output"] else ""
 # papermill changes the working folder of this process while a notebook runs, so: no relative path
 BUILD = Path(config["build"]).resolve()
@@ -55,7 +61,7 @@ PARAMETERS = {
         "other_text": TEXTS[-1] if len(TEXTS) > 1 else "",
         "context": config["context"],
         "windows": config["windows"],
-        "contexts": config["lengths"],
+        "contexts": LENGTHS,
     },
 }
 READS = {

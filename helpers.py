@@ -346,10 +346,11 @@ def component_parts(queries: Tensor, keys: Tensor, others: tuple[Tensor, Tensor]
     (K' - 1k̄'^T)^T v_k, and sums along diagonals are correlations, taken by Fourier transforms.
     Raises ValueError for shapes that do not fit.
     """
-    if [part.shape for part in others] != [queries.shape, keys.shape]:
+    shapes = [tuple(part.shape) for part in (queries, keys, *others)]
+    if shapes[:2] != shapes[2:] or queries.shape[1:] != keys.shape[1:] or 0 in queries.shape:
         raise ValueError(
-            f"the other field must have queries {tuple(queries.shape)} and keys "
-            f"{tuple(keys.shape)}, found {[tuple(part.shape) for part in others]}"
+            f"both fields need queries [H, T, d] and keys [H_kv, T, d] in the same shapes, none of "
+            f"them 0, found {shapes[:2]} and {shapes[2:]}"
         )
     left, right = low_rank_factors(queries, keys, min(queries.shape[-2:]))  # σ_k u_k and v_k
     heads, tokens, _ = queries.shape
@@ -371,8 +372,8 @@ def component_parts(queries: Tensor, keys: Tensor, others: tuple[Tensor, Tensor]
 
 def _correlation(left: Tensor, right: Tensor, length: int, dim: int = -2) -> Tensor:
     """Σ_i left_i right_{i+δ} along `dim`, at δ modulo `length` (at least twice the tokens)."""
-    spectra = (torch.fft.rfft(factor, n=length, dim=dim) for factor in (left, right))
-    return torch.fft.irfft(next(spectra).conj() * next(spectra), n=length, dim=dim)
+    left, right = (torch.fft.rfft(factor, n=length, dim=dim) for factor in (left, right))
+    return torch.fft.irfft(left.conj() * right, n=length, dim=dim)
 
 
 def _shares(sigma: Tensor, power: int) -> Tensor:
@@ -981,6 +982,12 @@ def require_one_of(name: str, value, choices: tuple) -> None:
     if value not in choices:
         expected = " or ".join(map(repr, choices))
         raise ValueError(f"{name} must be {expected}, found {value!r}")
+
+
+def require_whole(name: str, value, least: int) -> None:
+    """ValueError unless a notebook's parameter is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
 
 
 def _unknown(kind: str, name: str, also: str) -> ValueError:

@@ -461,6 +461,8 @@ def test_shuffling_moves_query_and_key_weights_and_nothing_else(tiny_model, fami
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     again = helpers.shuffled_projections(model, unit, seed=0)
     assert changed_entries(shuffled.parameters(), again.parameters()) == 0
+    other = helpers.shuffled_projections(model, unit, seed=1)
+    assert changed_entries(shuffled.parameters(), other.parameters()) > 0
     assert not torch.allclose(stock_logits(shuffled, TOKENS), stock_logits(model, TOKENS))
 
 
@@ -476,10 +478,11 @@ def test_shuffling_entries_keeps_the_values_of_each_head(tiny_model, family):
             assert not torch.allclose(W.norm(dim=-1), moved.norm(dim=-1), rtol=0.01)
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", UNNORMALISED)
-def test_shuffling_heads_gives_each_key_head_another_of_the_model(tiny_model, family):
+def test_shuffling_heads_gives_each_key_head_another_of_the_model(tiny_model, family, seed):
     model = tiny_model(family)
-    shuffled = helpers.shuffled_projections(model, "heads", seed=0)
+    shuffled = helpers.shuffled_projections(model, "heads", seed)
     own, given = (
         torch.cat([weights.W_K for weights in helpers.head_weights(m)]) for m in (model, shuffled)
     )

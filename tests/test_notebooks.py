@@ -404,12 +404,17 @@ def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp
 @pytest.mark.parametrize(
     ("family", "models", "left_out"),
     [
-        ("gpt2", 4, ["before RoPE left out: gpt2 has no rotary embedding"]),
-        ("cohere2", 2, ["shuffled left out: weights of model type 'cohere2'", "before RoPE left"]),
+        ("gpt2", 5, ["before RoPE left out: gpt2 has no rotary embedding"]),
+        ("cohere2", 3, ["shuffled left out: weights of model type 'cohere2'", "before RoPE left"]),
     ],
 )
 def test_controls_leave_out_what_a_model_has_not(family, models, left_out, tokenizer, tmp_path):
-    for part in (families.tiny(family, vocab_size=len(tokenizer)), tokenizer):
+    model = families.tiny(family, vocab_size=len(tokenizer))
+    if family == "gpt2":
+        for layer in range(3):  # a head whose keys, and so its field, are zero
+            for parameter in helpers.attention_module(model, layer).c_attn.parameters():
+                parameter.data[..., 24:30] = 0
+    for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "tiny")
     (tmp_path / "words.txt").write_text(3 * WORDS)
     parameters = {"text": "words.txt", "other_text": "", "context": 48, "offset": 4, "windows": 2}
@@ -430,6 +435,9 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
     combined = helpers.load_table(results / "words-txt_controls_combined.csv")
     assert len(combined) == 2**3 - 1
     assert combined["of variance"].sum() == pytest.approx(1)
+    assert "nan" not in printed
+    zero = controls[controls["head"] == 0]["text"]
+    assert (zero == 0).all() == (family == "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -448,8 +456,10 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
         ("05_gap_statistics", {"models": ["absent"]}, r"weight_heads.csv is missing: run"),
         ("06_stability_bound", {"ranks": [65]}, r"rank.* 64.*65"),
         ("06_stability_bound", {"context": 0}, r"context must be at least 1.* 0"),
-        ("07_controls", {"windows": 1}, r"windows must be at least 2, found 1"),
-        ("07_controls", {"context": 2}, r"context must be at least 4, found 2"),
+        ("04_logit_spectra", {"context": "64"}, r"context must be a whole number .*, found '64'$"),
+        ("07_controls", {"windows": 1}, r"windows must be a whole number of at least 2, found 1$"),
+        ("07_controls", {"contexts": [64.5]}, r"each of contexts must be a whole .* found 64.5$"),
+        ("07_controls", {"seed": -1}, r"seed must be a whole number of at least 0, found -1$"),
         ("07_controls", {"contexts": [8200]}, r"none of the contexts \[8200\] fits"),
         ("07_controls", {"windows": 99}, r"text 'alice' has \d+ tokens, the window needs \d+"),
     ],
@@ -463,10 +473,18 @@ def test_bad_parameters_end_with_one_line(notebook, parameters, message, tmp_pat
     assert left <= {"short.txt", "out.ipynb"}
 
 
-def test_workflow_refuses_an_unknown_setting(tmp_path):
-    done = run(*snakemake(tmp_path, "results"), "contxt=64", cwd=helpers.ROOT)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("contxt=64", "no key 'contxt'"),
+        ("lengths=long", "lengths must be whole numbers, found 'long'"),
+        ("models=a/b a_b", "two models would share a folder: a/b, a_b"),
+    ],
+)
+def test_workflow_refuses_a_wrong_setting(setting, message, tmp_path):
+    done = run(*snakemake(tmp_path, "results"), setting, cwd=helpers.ROOT)
     assert done.returncode != 0
-    assert "no key 'contxt'" in done.stderr
+    assert message in done.stderr
 
 
 def test_workflow_knows_its_files_by_full_paths(tmp_path):

@@ -565,10 +565,11 @@ def test_component_parts_of_a_field_with_itself_and_of_known_fields():
     assert parts.by_key.abs().max() < 1e-9 * parts.energy.max()
 
 
-def test_component_parts_refuse_a_field_of_another_shape():
-    queries, keys = gaussian(4, 40, 8), gaussian(2, 40, 8)
-    with pytest.raises(ValueError, match=r"must have queries \(4, 40, 8\) and keys .*\(4, 39, 8\)"):
-        helpers.component_parts(queries, keys, (queries[:, 1:], keys[:, 1:]))
+@pytest.mark.parametrize(("queries", "keys", "other_keys"), [(40, 40, 39), (40, 39, 39), (0, 0, 0)])
+def test_component_parts_refuse_fields_of_other_shapes(queries, keys, other_keys):
+    queries, keys, other_keys = (gaussian(2, tokens, 8) for tokens in (queries, keys, other_keys))
+    with pytest.raises(ValueError, match=r"both fields need queries .* found \[\(2, \d+, 8\)"):
+        helpers.component_parts(queries, keys, (queries, other_keys))
 
 
 @pytest.mark.parametrize("rank", [0, -1, 9])
