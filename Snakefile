@@ -48,6 +48,7 @@ EXECUTED = f"{BUILD}/notebooks"
 SHARED = [ROOT / "helpers.py", *sorted(ROOT.glob("data/*.toml"))]
 ONCE = ["01_theory", "02_two_token_control", "05_gap_statistics"]
 PER_MODEL = ["03_weight_spectra", "04_logit_spectra", "06_stability_bound", "07_controls"]
+PER_MODEL += ["08_function"]
 WINDOW = {"texts": TEXTS, "context": config["context"]}
 PARAMETERS = {
     "01_theory": {},  # its example is a head of its own default model, which others may not have
@@ -62,6 +63,11 @@ PARAMETERS = {
         "context": config["context"],
         "windows": config["windows"],
         "contexts": LENGTHS,
+    },
+    "08_function": {
+        "calibration_text": TEXTS[0],
+        "texts": sorted({*TEXTS[1:2], *TEXTS[-1:]}, key=TEXTS.index),
+        "context": config["context"],
     },
 }
 READS = {

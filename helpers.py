@@ -326,6 +326,44 @@ def low_rank_factors(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, 
     return low_queries.flatten(0, 1), (basis @ right).flatten(0, 1)
 
 
+class KeyProjection(NamedTuple):
+    """How each key head of a layer is kept in r dimensions, for every r at once.
+
+    Of a key k, the r numbers down[:, :r]^T (k - mean) are kept; the key that they stand for is
+    mean + up[:, :r] down[:, :r]^T (k - mean), at r = d the key itself.
+    """
+
+    position: str  # "rotary": of keys as softmax sees them; "content": before their rotation
+    mean: Tensor  # [H_kv, d], float64 as all
+    down: Tensor  # [H_kv, d, d]
+    up: Tensor  # [H_kv, d, d]
+    sigma: Tensor  # [H_kv, d], descending: the squares are the energy that each dimension holds
+
+
+def best_projection(query_moments: Tensor, key_moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The projections of keys to r dimensions that change the logits least: down, up and σ.
+
+    Second moments [..., d, d] of queries z and keys x (sums of zz^T and of xx^T). Among matrices P
+    of rank r, P = up[:, :r] down[:, :r]^T has the least mean (z^T x - z^T P x)² over all pairs of a
+    query and a key: with R_z^T R_z and R_x^T R_x the moments and R_z R_x^T = A Σ B^T, it is
+    P = R_x^T B_r B_r^T R_x^{-T} (Eckart-Young), and the sum is that of the squares of σ left out.
+    Returns float64 [..., d, d] twice and [..., d]. Raises ValueError for a NaN or infinity.
+    """
+    for name, moments in (("query", query_moments), ("key", key_moments)):
+        _require_finite(f"{name} moments as", moments)
+    r_queries, (r_keys, back) = _roots(query_moments)[0], _roots(key_moments)
+    _, sigma, right = torch.linalg.svd(r_queries @ r_keys.mT)
+    return back @ right.mT, r_keys.mT @ right.mT, sigma
+
+
+def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """R with R^T R = moments, and R^-1; empty directions get a little, so that there is one."""
+    values, vectors = torch.linalg.eigh(moments.double())
+    largest = values[..., -1:]
+    values = torch.maximum(values, 1e-12 * largest.where(largest > 0, 1)).sqrt()
+    return (vectors * values.unsqueeze(-2)).mT, vectors / values.unsqueeze(-2)
+
+
 class ComponentParts(NamedTuple):
     """Squares of singular values, and what their components share with another field: [H, n]."""
 
@@ -749,7 +787,8 @@ def record_attention(
 
     visit(layer, queries [H, T, d], keys [H_kv, T, d], scale) is called once per attention layer,
     in order, with what softmax sees (position "rotary") or with what the rotary embedding is
-    given (position "content"); if it returns (queries, keys), the model goes on with these.
+    given (position "content"); if it returns (queries, keys), the model goes on with these
+    (position "content": with these turned).
     Keys come one per KV head. Returns the logits [T, vocabulary].
 
     The first time that a model is recorded, this is proven on the first tokens; a model is refused
@@ -757,12 +796,17 @@ def record_attention(
     are not those of the untouched model, or whose attention is not the softmax of the recorded
     logits over earlier tokens, soft-capping, windows and sinks allowed for (ALiBi is refused).
     """
+    return _recorded(model, token_ids, lambda *shown: visit(*shown[:4]), position)
+
+
+def _recorded(model, token_ids: Tensor, see: Callable, position: str) -> Tensor:
+    """As `record_attention`; `see` is shown the turn and the weights of `_visited` besides."""
     require_one_of("position", position, ("rotary", "content"))
     if token_ids.ndim != 1 or len(token_ids) == 0:
         raise ValueError(f"token_ids must be one sequence [T], found {tuple(token_ids.shape)}")
     with torch.inference_mode():
         _require_same_logits(model, token_ids[None, :16], position)
-        with _visited(model, visit, position):
+        with _visited(model, see, position):
             return model(token_ids[None], use_cache=False).logits[0]
 
 
@@ -788,12 +832,18 @@ def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
 
 
 @contextlib.contextmanager
-def _visited(model, visit: Visitor, position: str, proven: bool = False):
-    """Route attention through `visit`, then the model's ordinary attention; undo on exit."""
+def _visited(model, see: Callable, position: str, proven: bool = False):
+    """Route attention through `see`, then the model's ordinary attention; undo on exit.
+
+    Besides what a visitor is shown, see(layer, queries, keys, scale, turn, weights) gets two
+    functions: turn(x [n, N, d], positions [n, N]) is the layer's rotary embedding of x at these
+    positions, negative ones allowed (None at position "rotary"); weights() is its attention
+    [1, H, T, T] in float64, with all that acts on it.
+    """
     ordinary, family = model.config._attn_implementation, model.config.model_type
     rotates = position == "content"
     seen: list[int] = []
-    content: list[tuple[Tensor, Tensor]] = []
+    content: list[tuple[Tensor, Tensor, Callable]] = []
 
     def attention(module, query, key, value, attention_mask, **options):
         scale = options.get("scaling")
@@ -803,11 +853,19 @@ def _visited(model, visit: Visitor, position: str, proven: bool = False):
                 f"{family}: queries {tuple(query.shape[1:])} and keys {tuple(key.shape[1:])} are "
                 f"not those of the same tokens: it cannot be recorded"
             )
-        shown = _content(family, module, content, query, key) if rotates else (query, key)
+        shown, turn = (query, key), None
+        if rotates:
+            *shown, turn = _content(family, module, content, query, key)
         seen.append(getattr(module, "layer_idx", None))
-        replaced = visit(seen[-1], shown[0][0], shown[1][0], scale)
+        recorded = family, query, key, attention_mask, scale, options
+        weights = functools.partial(_attention_weights, *recorded)
+        replaced = see(seen[-1], shown[0][0], shown[1][0], scale, turn, weights)
         if replaced is not None:
-            query, key = (part.to(query.dtype)[None] for part in replaced)
+            query, key = (part.to(query.dtype) for part in replaced)
+            if rotates:
+                at = torch.arange(key.shape[-2], device=key.device)
+                query, key = (turn(part, at.expand(part.shape[:2])) for part in (query, key))
+            query, key = query[None], key[None]
         if ordinary == "eager":
             inner = sys.modules[type(module).__module__].eager_attention_forward
         else:
@@ -838,6 +896,21 @@ def _visited(model, visit: Visitor, position: str, proven: bool = False):
 
 def _require_softmax(family, query, key, value, mask, scale, options, output) -> None:
     """Refuse a layer whose output [1, T, H, d_v] is not the softmax of s QK^T times the values."""
+    weights = _attention_weights(family, query, key, mask, scale, options)
+    values = value.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    expected = (weights @ values).transpose(1, 2)
+    tolerance = max(1e-4, 4 * torch.finfo(output.dtype).eps)
+    error = (output.reshape(expected.shape).double() - expected).abs().max()
+    if not error <= tolerance * expected.abs().max():
+        raise RuntimeError(
+            f"{family}: its attention is not the softmax of the recorded logits over earlier "
+            f"tokens (error {error:.2g}): something else acts on it, so it cannot be recorded"
+        )
+
+
+def _attention_weights(family, query, key, mask, scale, options) -> Tensor:
+    """The softmax of s QK^T over earlier tokens, with the layer's mask, soft-capping and sinks:
+    float64 [1, H, T, T]."""
     tokens, group = query.shape[-2], query.shape[1] // key.shape[1]
     earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     visible = earlier if mask is None else mask
@@ -848,28 +921,20 @@ def _require_softmax(family, query, key, value, mask, scale, options, output) ->
                 f"{family}: its mask adds to the logits what the field does not show, such as "
                 f"ALiBi: it cannot be recorded"
             )
-    keys, values = (part.double().repeat_interleave(group, 1) for part in (key, value))
-    logits = scale * query.double() @ keys.mT
+    logits = scale * query.double() @ key.double().repeat_interleave(group, 1).mT
     if cap := options.get("softcap"):
         logits = cap * (logits / cap).tanh()
     logits = logits.masked_fill(~(visible & earlier), -torch.inf)
     if (sinks := options.get("s_aux")) is not None:
         column = sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
         logits = torch.cat([logits, column], dim=-1)
-    expected = (logits.softmax(-1)[..., :tokens] @ values).transpose(1, 2)
-    tolerance = max(1e-4, 4 * torch.finfo(output.dtype).eps)
-    error = (output.reshape(expected.shape).double() - expected).abs().max()
-    if not error <= tolerance * expected.abs().max():
-        raise RuntimeError(
-            f"{family}: its attention is not the softmax of the recorded logits over earlier "
-            f"tokens (error {error:.2g}): something else acts on it, so it cannot be recorded"
-        )
+    return logits.softmax(-1)[..., :tokens]
 
 
-def _content(family, module, content, query, key) -> tuple[Tensor, Tensor]:
-    """What a layer gave to its rotary embedding; a layer that has none says so itself."""
+def _content(family, module, content, query, key) -> tuple[Tensor, Tensor, Callable]:
+    """What a layer gave to its rotary embedding, and this; a layer that has none says so itself."""
     if not content and not getattr(module, "use_rope", True):
-        return query, key
+        return query, key, lambda part, positions: part
     if content and all(map(_turned, content[-1], (query, key))):
         return content.pop()
     raise ValueError(
@@ -891,8 +956,8 @@ def _turned(before: Tensor, after: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _before_rotation(model, content: list[tuple[Tensor, Tensor]]):
-    """Keep the queries and keys that each layer gives to its rotary embedding."""
+def _before_rotation(model, content: list[tuple[Tensor, Tensor, Callable]]):
+    """Keep the queries and keys that each layer gives to its rotary embedding, and this."""
     sources = {sys.modules[type(m).__module__] for m in model.modules()}
     rotating = [source for source in sources if hasattr(source, "apply_rotary_pos_emb")]
     if not rotating:
@@ -902,9 +967,15 @@ def _before_rotation(model, content: list[tuple[Tensor, Tensor]]):
         )
 
     def keep(rotate):
-        def kept(query, key, *arguments, **options):
-            content[:] = [(query, key)]
-            return rotate(query, key, *arguments, **options)
+        def kept(query, key, cos, sin, *arguments, **options):
+            def turn(part, positions):
+                """Each of the n parts is one of a batch, at positions of its own."""
+                part, cosines = part.unsqueeze(1), cos[0][positions.abs()]
+                sines = sin[0][positions.abs()] * positions.sign().unsqueeze(-1)
+                return rotate(part, part, cosines, sines, *arguments, **options)[0].squeeze(1)
+
+            content[:] = [(query, key, turn)]
+            return rotate(query, key, cos, sin, *arguments, **options)
 
         return kept
 
@@ -916,6 +987,127 @@ def _before_rotation(model, content: list[tuple[Tensor, Tensor]]):
     finally:
         for source, rotate in originals:
             source.apply_rotary_pos_emb = rotate
+
+
+class KeyMoments(NamedTuple):
+    """Of one layer, sums over pairs of a query and a key, in float64; those of windows add up."""
+
+    position: str
+    queries: Tensor  # of zz^T [H_kv, d, d]
+    weight: Tensor  # of 1 [H_kv, 1]
+    keys: Tensor  # of k [H_kv, d]
+    squares: Tensor  # of kk^T [H_kv, d, d]
+
+
+def key_moments(
+    model,
+    token_ids: Tensor,
+    *,
+    position: str = "content",
+    pairs: str = "attention",
+    draws: int = 4,
+) -> list[KeyMoments]:
+    """What `key_projections` needs of a window of tokens [T], for each layer.
+
+    Each query i counts as one, divided among the keys j as its attention divides (pairs
+    "attention"), equally among those up to i ("causal") or among all ("all"). At position "content"
+    the keys are those before the rotary embedding R, and z of the pair (i, j) is R_{i-j} q_i: there
+    `draws` keys of each query, drawn by their weight, stand for all. Otherwise z is the query as
+    softmax sees it. The scale of the logits is part of z. Raises what `record_attention` raises.
+    """
+    require_one_of("pairs", pairs, ("attention", "causal", "all"))
+    found, generator = [], torch.Generator(token_ids.device).manual_seed(0)
+
+    def see(_, queries, keys, scale, turn, attention):
+        heads, tokens, _ = queries.shape
+        shared = (len(keys), heads // len(keys))
+        if pairs == "attention":
+            weights = attention()[0]
+        else:
+            weights = queries.new_ones(tokens, tokens, dtype=torch.float64)
+            weights = weights.tril() if pairs == "causal" else weights
+            weights = (weights / weights.sum(-1, keepdim=True)).expand(heads, -1, -1)
+        # What a sink takes of an attention is no pair with any key.
+        queries = scale * weights.sum(-1, keepdim=True).sqrt() * queries.double()
+        if turn:
+            drawn = torch.multinomial(weights.flatten(0, 1), draws, True, generator=generator)
+            lags = torch.arange(tokens, device=drawn.device)[:, None] - drawn.view(heads, -1, draws)
+            repeated = queries.repeat_interleave(draws, dim=1).float()
+            queries = turn(repeated, lags.flatten(1)).double() / draws**0.5
+        of_queries = (queries.mT @ queries).unflatten(0, shared).sum(1)
+        each, keys = weights.sum(-2).unflatten(0, shared).mean(1).unsqueeze(-1), keys.double()
+        of_keys = each.sum(-2), (each * keys).sum(-2), (each * keys).mT @ keys
+        found.append(KeyMoments(position, of_queries, *of_keys))
+
+    _recorded(model, token_ids, see, position)
+    return found
+
+
+def key_projections(*windows: list[KeyMoments]) -> list[KeyProjection]:
+    """For each layer, the projection of its keys to fewer dimensions that suits some windows best.
+
+    `windows` are the `key_moments` of one or more. One projection for each key head, for all the
+    queries that share it, of keys centred at their mean (`best_projection`).
+    """
+    positions = sorted({layer.position for window in windows for layer in window})
+    if len(positions) != 1:
+        raise ValueError(
+            f"projections need the moments of at least one window, all at one position, found "
+            f"{' and '.join(positions) or 'none'}"
+        )
+    projections = []
+    for layers in zip(*windows, strict=True):
+        (position, *_), parts = layers[0], zip(*(layer[1:] for layer in layers), strict=True)
+        of_queries, weight, keys, squares = map(sum, parts)
+        mean = keys / weight
+        of_keys = squares - keys.unsqueeze(-1) * mean.unsqueeze(-2)
+        projections.append(KeyProjection(position, mean, *best_projection(of_queries, of_keys)))
+    return projections
+
+
+def shared_ranks(projections: list[KeyProjection], rank: int) -> Tensor:
+    """Ranks of n key heads whose mean is `rank`: where the most energy is, of all layers together.
+
+    Returns int64 [layers, H_kv], each at least 1, their sum n · rank. Of all σ² (but the first of a
+    head) the largest are kept, so that the energy left out is least.
+    """
+    energy = torch.stack([projection.sigma for projection in projections]).square()
+    limit = energy.shape[-1]
+    if not 1 <= rank <= limit:
+        raise ValueError(f"rank must be 1 to {limit} for keys of this dimension, found {rank}")
+    energy[..., 0] = torch.inf
+    kept = torch.zeros_like(energy, dtype=torch.int64).flatten()
+    kept[energy.flatten().topk(energy[..., 0].numel() * rank).indices] = 1
+    return kept.view_as(energy).sum(-1)
+
+
+def compress_keys(
+    model, token_ids: Tensor, projections: list[KeyProjection], ranks: int | Tensor
+) -> Tensor:
+    """The logits [T, vocabulary] of a model that keeps its keys in fewer dimensions.
+
+    token_ids [T]; `ranks` is one rank for all key heads, or int64 [layers, H_kv]. No output
+    depends on later tokens. The keys are replaced by those that their r numbers stand for, which
+    gives what a cache of these numbers would; none is built.
+    """
+    key_heads, d = projections[0].mean.shape
+    ranks = torch.as_tensor(ranks).expand(len(projections), key_heads)
+    if ranks.min() < 1 or ranks.max() > d:
+        raise ValueError(f"ranks must be 1 to {d} for these keys, found {ranks.unique().tolist()}")
+
+    def visit(layer, queries, keys, scale):
+        if layer >= len(projections) or keys.shape[::2] != (key_heads, d):
+            raise ValueError(
+                f"layer {layer} has keys {tuple(keys.shape)}, the projections are of "
+                f"{len(projections)} layers of {key_heads} key heads of dimension {d}: fit them to "
+                f"this model"
+            )
+        _, mean, down, up, _ = projections[layer]
+        kept = torch.arange(keys.shape[-1], device=keys.device) < ranks[layer].unsqueeze(-1)
+        low = (keys.double() - mean.unsqueeze(-2)) @ (down * kept.unsqueeze(-2))
+        return queries, mean.unsqueeze(-2) + low @ up.mT
+
+    return record_attention(model, token_ids, visit, position=projections[0].position)
 
 
 def next_token_loss(logits: Tensor, token_ids: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import sys
 import weakref
 from contextlib import nullcontext
@@ -593,3 +594,245 @@ def test_default_model_loads_from_the_cache_without_the_network(smollm2, monkeyp
     again = helpers.load_model("smollm2-135m")
     assert again.provenance == smollm2.provenance
     assert isinstance(again.model, transformers.LlamaForCausalLM)
+
+
+# Keys of fewer dimensions ----------------------------------------------------------------------
+
+
+def fitted(model, *windows, **options):
+    return helpers.key_projections(
+        *(helpers.key_moments(model, tokens, **options) for tokens in windows)
+    )
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_turning_by_the_distance_gives_the_logits(tiny_model, family):
+    """R_i q_i · R_j k_j = R_{i-j} q_i · k_j, for keys before and behind the query."""
+    model = tiny_model(family)
+    content = recorded(model, TOKENS, position="content")
+    turns = []
+    helpers._recorded(model, TOKENS, lambda *shown: turns.append(shown[4]), "content")
+    i, j = torch.cartesian_prod(*[torch.arange(len(TOKENS))] * 2).T
+    for turn, shown, (_, queries, keys, _) in zip(
+        turns, content, recorded(model, TOKENS), strict=True
+    ):
+        keys, before = (
+            part.repeat_interleave(len(queries) // len(part), 0) for part in (keys, shown[2])
+        )
+        turned = turn(shown[1][:, i], (i - j).expand(len(queries), -1))
+        still = turn(shown[1], torch.zeros(shown[1].shape[:2], dtype=torch.int64))
+        factor = still.norm() / shown[1].norm()  # gpt_oss scales what it turns
+        assert_close(factor * shown[1], still)
+        found, expected = (turned * before[:, j]).sum(-1), (queries[:, i] * keys[:, j]).sum(-1)
+        assert_close(factor * found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["rotary", "content"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_all_dimensions_are_the_model(tiny_model, family, position):
+    if position == "content" and family not in ROTARY:
+        return
+    model = tiny_model(family)
+    projections = fitted(model, TOKENS, position=position)
+    assert [part.position for part in projections] == [position] * 3
+    d = projections[0].down.shape[-1]
+    logits = helpers.compress_keys(model, TOKENS, projections, d)
+    assert_close(logits, stock_logits(model, TOKENS), atol=1e-3, rtol=1e-3)
+    fewer = helpers.compress_keys(model, TOKENS, projections, 1)
+    assert not torch.allclose(fewer, logits, atol=0.01)
+
+
+@pytest.mark.parametrize("position", ["rotary", "content"])
+def test_keys_of_fewer_dimensions_see_no_later_token(tiny_model, position):
+    model, changed = tiny_model("gemma3_text"), TOKENS.clone()
+    changed[20:] = changed[20:].flip(0)
+    projections = fitted(model, TOKENS.flip(0), position=position)
+    one, other = (helpers.compress_keys(model, ids, projections, 3) for ids in (TOKENS, changed))
+    assert_close(one[:20], other[:20], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(one[20:], other[20:], atol=0.01)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_cache_of_fewer_numbers_gives_these_logits(tiny_model, implementation):
+    """Queries and keys of r dimensions, in the place of the keys that r numbers stand for."""
+    model = tiny_model("qwen2", implementation)
+    projections = fitted(model, TOKENS, position="rotary")
+    ranks = torch.tensor([[1, 3], [2, 8], [5, 5]])
+
+    def of_fewer_numbers(layer, queries, keys, scale):
+        _, mean, down, up, _ = projections[layer]
+        kept = (torch.arange(8) < ranks[layer][:, None]).unsqueeze(-2)
+        queries = queries.double() @ (up * kept).repeat_interleave(2, 0)
+        return queries[..., :r], ((keys - mean[:, None]) @ down)[..., :r]
+
+    r = int(ranks.max())
+    logits = helpers.record_attention(model, TOKENS, of_fewer_numbers)
+    assert_close(
+        helpers.compress_keys(model, TOKENS, projections, ranks), logits, atol=1e-4, rtol=1e-4
+    )
+
+
+def weighted(shown, weights):
+    """The projections of one layer from every pair by itself: slow, and another way."""
+    _, queries, keys, scale = shown
+    heads, tokens, d = queries.shape
+    group = heads // len(keys)
+    found = []
+    for number, key_head in enumerate(keys.double()):
+        of_queries, of_keys = torch.zeros(2, d, d, dtype=torch.float64)
+        own = weights[number * group : (number + 1) * group].double()
+        mean = sum(own[:, :, j].sum() * key_head[j] for j in range(tokens)) / own.sum()
+        for head, row in zip(queries.double()[number * group :][:group], own, strict=True):
+            for i, j in itertools.product(range(tokens), repeat=2):
+                of_queries += row[i, j] * torch.outer(scale * head[i], scale * head[i])
+                of_keys += row[i, j] / group * torch.outer(key_head[j] - mean, key_head[j] - mean)
+        found.append((mean, *helpers.best_projection(of_queries, of_keys)))
+    return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def assert_same_projections(found, expected):
+    mean, down, up, sigma = expected
+    assert_close(found.mean, mean, atol=1e-5, rtol=1e-4)
+    assert_close(found.sigma, sigma, atol=1e-5, rtol=1e-4)
+    for r in (1, 4):
+        ours, theirs = (u[..., :r] @ d[..., :r].mT for d, u in ((found.down, found.up), (down, up)))
+        assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen2"])
+def test_pairs_count_by_the_models_own_attention(tiny_model, family):
+    """With windows, soft-capping and sinks, as the model itself reports it."""
+    model, tokens = tiny_model(family, "eager"), TOKENS[:20]
+    with torch.no_grad():
+        attentions = model(tokens[None], output_attentions=True).attentions
+    projections = fitted(model, tokens, position="rotary")
+    for found, shown, weights in zip(projections, recorded(model, tokens), attentions, strict=True):
+        assert_same_projections(found, weighted(shown, weights[0, :, :, : len(tokens)]))
+
+
+@pytest.mark.parametrize("pairs", ["all", "causal"])
+def test_pairs_without_attention(tiny_model, pairs):
+    model, tokens = tiny_model("llama"), TOKENS[:16]
+    weights = torch.ones(4, 16, 16)
+    if pairs == "causal":
+        weights = weights.tril() / torch.arange(1, 17)[:, None]
+    else:
+        weights /= 16
+    projections = fitted(model, tokens, position="rotary", pairs=pairs)
+    for found, shown in zip(projections, recorded(model, tokens), strict=True):
+        assert_same_projections(found, weighted(shown, weights))
+        if pairs == "all":  # the spectrum of the field itself
+            stacked = helpers.logit_singular_values(*shown[1:], per_key_head=True)
+            assert_close(found.sigma, stacked, atol=1e-6, rtol=1e-6)
+
+
+def test_pairs_before_the_rotary_embedding_are_drawn_by_attention(tiny_model):
+    """Many draws come near the sum over all pairs, each turned by its distance, and not near
+    the one turned the other way."""
+    model, tokens = tiny_model("qwen2"), TOKENS[:12]
+    shown = []
+    helpers._recorded(
+        model, tokens, lambda *seen: shown.append((*seen[:5], seen[5]()[0])), "content"
+    )
+    (found, *_) = fitted(model, tokens, draws=2000)
+    _, queries, keys, scale, turn, weights = shown[0]
+    i, j = torch.cartesian_prod(*[torch.arange(12)] * 2).T
+
+    def moments(lags):
+        turned = scale * turn(queries[:, i], lags.expand(4, -1)).double()
+        turned = turned * weights[:, i, j].sqrt().unsqueeze(-1)
+        return (turned.mT @ turned).unflatten(0, (2, 2)).sum(1)
+
+    each = weights.sum(-2).unflatten(0, (2, 2)).mean(1).unsqueeze(-1)
+    centred = keys.double() - found.mean.unsqueeze(-2)
+    of_keys = (each * centred).mT @ centred
+    assert_close(found.mean, (each * keys).sum(-2) / each.sum(-2), atol=1e-6, rtol=1e-6)
+    right, wrong = (
+        (found.sigma - helpers.best_projection(moments(lags), of_keys)[2]).norm()
+        / found.sigma.norm() for lags in (i - j, j - i)
+    )  # fmt: skip
+    assert right < 0.02 < 0.05 < wrong
+
+
+def test_moments_of_windows_add_up(tiny_model):
+    """Two windows as one: with all pairs in each, sums over both."""
+    model = tiny_model("llama")
+    windows = TOKENS[:16], TOKENS[8:]
+    found = fitted(model, *windows, position="rotary", pairs="all")
+    shown = [recorded(model, tokens) for tokens in windows]
+    for layer, projection in enumerate(found):
+        queries, keys = (
+            torch.cat([of[layer][part] for of in shown], dim=1).double() for part in (1, 2)
+        )
+        assert_close(projection.mean, keys.mean(-2))
+        spectrum = helpers.logit_singular_values(queries, keys, shown[0][0][3], per_key_head=True)
+        assert_close(projection.sigma, spectrum, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"pairs": "some"}, "pairs must be .* found 'some'"),
+        ("llama", {"position": "after"}, "position must be .* found 'after'"),
+        ("gpt2", {}, "gpt2 has no rotary embedding .* use position 'rotary'"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(tiny_model, family, options, message):
+    with pytest.raises(ValueError, match=message):
+        helpers.key_moments(tiny_model(family), TOKENS, **options)
+
+
+def test_projections_need_windows_at_one_position(tiny_model):
+    model = tiny_model("llama")
+    moments = [helpers.key_moments(model, TOKENS, position=p) for p in ("rotary", "content")]
+    with pytest.raises(ValueError, match="at least one window, all at one position, found none"):
+        helpers.key_projections()
+    with pytest.raises(ValueError, match="found content and rotary"):
+        helpers.key_projections(*moments)
+
+
+@pytest.mark.parametrize("ranks", [0, 9, torch.tensor([[1, 1], [1, 1], [1, 9]])])
+def test_impossible_ranks_of_keys_are_refused(tiny_model, ranks):
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"ranks must be 1 to 8 for these keys, found \["):
+        helpers.compress_keys(model, TOKENS, fitted(model, TOKENS), ranks)
+
+
+def test_projections_of_another_model_are_refused(tiny_model):
+    model = tiny_model("llama")
+    for changes in ({"num_hidden_layers": 4}, {"head_dim": 4}, {"num_key_value_heads": 4}):
+        other = tiny_model("llama", **changes)
+        with pytest.raises(ValueError, match=r"layer \d has keys .* of 3 layers of 2 key heads"):
+            helpers.compress_keys(other, TOKENS, fitted(model, TOKENS), 2)
+
+
+def with_sigma(sigma):
+    return [helpers.KeyProjection("rotary", None, None, None, layer) for layer in sigma]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_shared_ranks_leave_out_the_least_energy(rank):
+    sigma = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0)).abs().sort(
+        -1, descending=True
+    ).values * torch.tensor([[9.0], [1.0]])
+    found = helpers.shared_ranks(with_sigma(sigma), rank)
+    assert found.shape == (2, 2)
+
+    def left_out(ranks):
+        heads = zip(sigma.flatten(0, 1), ranks, strict=True)
+        return sum(head[kept:].square().sum().item() for head, kept in heads)
+
+    possible = [r for r in itertools.product(range(1, 5), repeat=4) if sum(r) == 4 * rank]
+    assert left_out(found.flatten()) == min(map(left_out, possible))
+    assert (left_out([rank] * 4) == left_out(found.flatten())) == (rank in (1, 4))
+
+
+def test_shared_ranks_of_heads_without_energy():
+    ranks = helpers.shared_ranks(with_sigma(torch.tensor([[[0.0, 0, 0], [3, 2, 1]]])), 2)
+    assert ranks.tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_shared_ranks_refuse_an_impossible_rank(rank):
+    with pytest.raises(ValueError, match=f"rank must be 1 to 4 .* found {rank}"):
+        helpers.shared_ranks(with_sigma(torch.ones(3, 2, 4)), rank)

@@ -441,6 +441,43 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
 
 
 @pytest.mark.parametrize(
+    ("family", "left_out", "baselines"),
+    [
+        ("gpt2", ["before RoPE left out: gpt2 has no rotary embedding"], 5),
+        ("cohere2", ["weights left out: weights of model type 'cohere2'", "before RoPE left"], 4),
+        ("gemma3_text", [], 8),
+    ],
+)
+def test_function_leaves_out_what_a_model_has_not(family, left_out, baselines, tokenizer, tmp_path):
+    model = families.tiny(family, vocab_size=len(tokenizer))
+    if family == "gpt2":
+        for layer in range(3):  # a head whose keys, and so its field, are zero
+            for parameter in helpers.attention_module(model, layer).c_attn.parameters():
+                parameter.data[..., 24:30] = 0
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    (tmp_path / "words.txt").write_text(3 * WORDS)
+    parameters = {"model": "tiny", "calibration_text": "words.txt", "texts": ["words.txt"]}
+    parameters |= {"context": 48, "offset": 4, "ranks": [1, 2, 99], "budgets": [2, 4, 99]}
+    done = papermill("08_function.ipynb", tmp_path, **parameters)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = "".join(
+        out.get("text", "") for cell in code_cells(tmp_path / "out.ipynb") for out in cell.outputs
+    )
+    for line in [*left_out, "left out, above d: [99]"]:
+        assert line in printed
+    assert "nan" not in printed
+    results = tmp_path / "data" / "results" / "tiny"
+    steps = 6 if left_out else 7
+    compared = helpers.load_table(results / "words-txt_compression.csv", budgets=[2, 4])
+    assert compared.method.nunique() == steps + baselines
+    assert len(compared) == 2 * (steps + baselines) + 2  # the method at two further budgets
+    assert len(helpers.load_table(results / "words-txt_function.csv")) == 2 + 4
+    assert len(helpers.load_table(results / "words-txt_function_layers.csv")) == 3
+    assert set(helpers.load_table(results / "claims_08.csv").id) == {"L3", "S1"}
+
+
+@pytest.mark.parametrize(
     ("notebook", "parameters", "message"),
     [
         ("03_weight_spectra", {"model": "smollm2"}, r"unknown model 'smollm2': did you mean 'smol"),
@@ -462,6 +499,11 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
         ("07_controls", {"seed": -1}, r"seed must be a whole number of at least 0, found -1$"),
         ("07_controls", {"contexts": [8200]}, r"none of the contexts \[8200\] fits"),
         ("07_controls", {"windows": 99}, r"text 'alice' has \d+ tokens, the window needs \d+"),
+        ("08_function", {"ranks": [0]}, r"each of ranks must be a whole .* at least 1, found 0$"),
+        ("08_function", {"budgets": [65, 99]}, r"number of at most d = 64, found \[65, 99\]$"),
+        ("08_function", {"shares": [1.1]}, r"share must be a number above 0 .*, found 1.1$"),
+        ("08_function", {"texts": ["short.txt"]}, r"has 2 tokens, the window needs 1224"),
+        ("08_function", {"context": 1}, r"context must be a whole number of at least 2, found 1$"),
     ],
 )
 def test_bad_parameters_end_with_one_line(notebook, parameters, message, tmp_path):

@@ -578,6 +578,72 @@ def test_low_rank_factors_refuse_an_impossible_rank(rank):
         helpers.low_rank_factors(gaussian(2, 40, 8), gaussian(2, 40, 8), rank)
 
 
+def best_of_rank(field, ranks):
+    """Every field cut to its rank by a dense singular value decomposition."""
+    U, sigma, Vh = torch.linalg.svd(field, full_matrices=False)
+    kept = torch.arange(sigma.shape[-1]) < torch.as_tensor(ranks).unsqueeze(-1)
+    return U * (sigma * kept).unsqueeze(-2) @ Vh
+
+
+def projected(down, up, rank):
+    """P, for which the logits z^T P x stand in the place of z^T x."""
+    return up[..., :rank] @ down[..., :rank].mT
+
+
+@pytest.mark.parametrize("rank", range(1, 9))
+def test_best_projection_is_the_truncated_field(rank):
+    queries, keys = gaussian(2, 40, 8), gaussian(2, 40, 8, seed=1) @ gaussian(8, 8, seed=2)
+    down, up, sigma = helpers.best_projection(queries.mT @ queries, keys.mT @ keys)
+    field = queries @ keys.mT
+    assert_close(queries @ projected(down, up, rank) @ keys.mT, best_of_rank(field, [rank] * 2))
+    assert_close(sigma, torch.linalg.svdvals(field)[:, :8])
+    # The r numbers of the key that r numbers stand for are these numbers.
+    assert_close(down.mT @ up, torch.eye(8).double().expand(2, -1, -1))
+
+
+def test_no_other_projection_changes_the_logits_less():
+    queries, keys = gaussian(40, 8) @ gaussian(8, 8, seed=3), gaussian(40, 8, seed=1)
+
+    def error(P):
+        return (queries @ (P - torch.eye(8)) @ keys.mT).square().sum()
+
+    down, up, sigma = helpers.best_projection(queries.mT @ queries, keys.mT @ keys)
+    best = projected(down, up, 3)
+    assert_close(error(best), sigma[3:].square().sum())
+    for seed in range(20):
+        near = (1e-3 * gaussian(8, 8, seed=seed)).matrix_exp()
+        assert error(near @ best) > error(best)
+        assert error(best @ near) > error(best)
+    for moments in (keys.mT @ keys, queries.mT @ queries, keys.mT @ keys + queries.mT @ queries):
+        basis = torch.linalg.eigh(moments).eigenvectors.flip(-1)
+        assert error(projected(basis, basis, 3)) > 1.01 * error(best)
+
+
+@pytest.mark.parametrize("empty", ["queries", "keys", "both"])
+def test_best_projection_of_empty_directions(empty):
+    """A direction that no query or key has costs nothing, and with all d nothing is lost."""
+    factors = {"queries": gaussian(40, 8), "keys": gaussian(40, 8, seed=1)}
+    for name in ("queries", "keys"):
+        if empty in (name, "both"):
+            factors[name][:, 5:] = 0
+    queries, keys = factors.values()
+    down, up, _ = helpers.best_projection(queries.mT @ queries, keys.mT @ keys)
+    assert_close(queries @ projected(down, up, 5) @ keys.mT, queries @ keys.mT, atol=1e-5, rtol=0)
+    assert_close(projected(down, up, 8), torch.eye(8).double(), atol=1e-5, rtol=0)
+    zero = torch.zeros(8, 8)
+    assert_close(projected(*helpers.best_projection(zero, zero)[:2], 8), torch.eye(8).double())
+
+
+def test_best_projection_refuses_what_is_not_finite():
+    moments = torch.eye(8).repeat(3, 1, 1)
+    broken = moments.clone()
+    broken[2, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"query moments .* head \(2,\) has NaN"):
+        helpers.best_projection(broken, moments)
+    with pytest.raises(ValueError, match=r"key moments .* head \(2,\) has NaN"):
+        helpers.best_projection(moments, broken)
+
+
 # Ranks of a spectrum ---------------------------------------------------------------------------
 
 RANKS = [
