@@ -401,6 +401,25 @@ def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp
         assert table.attrs["model_origin"] == "local GGUF file"
 
 
+def run_tiny(notebook, family, tokenizer, folder, **parameters):
+    """Run a notebook on a tiny model and a few words: what it printed, and where its results are.
+    In a gpt2 one head of each layer has keys, and so a field, that are zero."""
+    model = families.tiny(family, vocab_size=len(tokenizer))
+    if family == "gpt2":
+        for layer in range(3):
+            for parameter in helpers.attention_module(model, layer).c_attn.parameters():
+                parameter.data[..., 24:30] = 0
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "tiny")
+    (folder / "words.txt").write_text(3 * WORDS)
+    done = papermill(notebook, folder, model="tiny", context=48, offset=4, **parameters)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = code_cells(folder / "out.ipynb")
+    printed = "".join(out.get("text", "") for cell in cells for out in cell.outputs)
+    assert "nan" not in printed
+    return printed, folder / "data" / "results" / "tiny"
+
+
 @pytest.mark.parametrize(
     ("family", "models", "left_out"),
     [
@@ -409,24 +428,11 @@ def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp
     ],
 )
 def test_controls_leave_out_what_a_model_has_not(family, models, left_out, tokenizer, tmp_path):
-    model = families.tiny(family, vocab_size=len(tokenizer))
-    if family == "gpt2":
-        for layer in range(3):  # a head whose keys, and so its field, are zero
-            for parameter in helpers.attention_module(model, layer).c_attn.parameters():
-                parameter.data[..., 24:30] = 0
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "tiny")
-    (tmp_path / "words.txt").write_text(3 * WORDS)
-    parameters = {"text": "words.txt", "other_text": "", "context": 48, "offset": 4, "windows": 2}
-    parameters |= {"contexts": [16, 48, 64, 5000], "model": "tiny"}
-    done = papermill("07_controls.ipynb", tmp_path, **parameters)
-    assert done.returncode == 0, done.stderr[-3000:]
-    printed = "".join(
-        out.get("text", "") for cell in code_cells(tmp_path / "out.ipynb") for out in cell.outputs
-    )
+    parameters = {"text": "words.txt", "other_text": "", "windows": 2}
+    parameters |= {"contexts": [16, 48, 64, 5000]}
+    printed, results = run_tiny("07_controls.ipynb", family, tokenizer, tmp_path, **parameters)
     for line in [*left_out, "contexts: 5000 left out: "]:
         assert line in printed
-    results = tmp_path / "data" / "results" / "tiny"
     controls = helpers.load_table(results / "words-txt_controls.csv", windows=2)
     assert len(controls) == 2 * 3 * 4
     effects = helpers.load_table(results / "words-txt_controls_effects.csv")
@@ -435,7 +441,6 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
     combined = helpers.load_table(results / "words-txt_controls_combined.csv")
     assert len(combined) == 2**3 - 1
     assert combined["of variance"].sum() == pytest.approx(1)
-    assert "nan" not in printed
     zero = controls[controls["head"] == 0]["text"]
     assert (zero == 0).all() == (family == "gpt2")
 
@@ -449,25 +454,11 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
     ],
 )
 def test_function_leaves_out_what_a_model_has_not(family, left_out, baselines, tokenizer, tmp_path):
-    model = families.tiny(family, vocab_size=len(tokenizer))
-    if family == "gpt2":
-        for layer in range(3):  # a head whose keys, and so its field, are zero
-            for parameter in helpers.attention_module(model, layer).c_attn.parameters():
-                parameter.data[..., 24:30] = 0
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "tiny")
-    (tmp_path / "words.txt").write_text(3 * WORDS)
-    parameters = {"model": "tiny", "calibration_text": "words.txt", "texts": ["words.txt"]}
-    parameters |= {"context": 48, "offset": 4, "ranks": [1, 2, 99], "budgets": [2, 4, 99]}
-    done = papermill("08_function.ipynb", tmp_path, **parameters)
-    assert done.returncode == 0, done.stderr[-3000:]
-    printed = "".join(
-        out.get("text", "") for cell in code_cells(tmp_path / "out.ipynb") for out in cell.outputs
-    )
+    parameters = {"calibration_text": "words.txt", "texts": ["words.txt"]}
+    parameters |= {"ranks": [1, 2, 99], "budgets": [2, 4, 99]}
+    printed, results = run_tiny("08_function.ipynb", family, tokenizer, tmp_path, **parameters)
     for line in [*left_out, "left out, above d: [99]"]:
         assert line in printed
-    assert "nan" not in printed
-    results = tmp_path / "data" / "results" / "tiny"
     steps = 6 if left_out else 7
     compared = helpers.load_table(results / "words-txt_compression.csv", budgets=[2, 4])
     assert compared.method.nunique() == steps + baselines
