@@ -10,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import fcntl
 import functools
 import hashlib
 import http.client
 import itertools
 import json
+import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -56,8 +60,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 ROOT = Path(__file__).resolve().parent
-CACHE = Path(os.environ.get("ATTENTION_SPECTRA_CACHE", ROOT / "data" / "cache"))
+CACHE = Path(os.environ.get("ATTENTION_SPECTRA_CACHE") or ROOT / "data" / "cache").expanduser()
 _BLAS = ThreadpoolController().select(user_api="blas")
+TEXT_LIMIT = 200 * 10**6  # bytes
 GUTENBERG = "https://www.gutenberg.org/cache/epub/{id}/pg{id}.txt"
 
 # ---------------------------------------------------------------------------------------------
@@ -347,13 +352,18 @@ def best_projection(query_moments: Tensor, key_moments: Tensor) -> tuple[Tensor,
     of rank r, P = up[:, :r] down[:, :r]^T has the least mean (z^T x - z^T P x)² over all pairs of a
     query and a key: with R_z^T R_z and R_x^T R_x the moments and R_z R_x^T = A Σ B^T, it is
     P = R_x^T B_r B_r^T R_x^{-T} (Eckart-Young), and the sum is that of the squares of σ left out.
-    Returns float64 [..., d, d] twice and [..., d]. Raises ValueError for a NaN or infinity.
+    Returns float64 [..., d, d] twice and [..., d]. Raises ValueError for shapes that do not fit, a
+    NaN or infinity.
     """
+    shapes = [tuple(moments.shape) for moments in (query_moments, key_moments)]
+    if shapes[0] != shapes[1] or len(shapes[0]) < 2 or shapes[0][-1] != shapes[0][-2]:
+        raise ValueError(f"moments must both be [..., d, d], found {shapes[0]} and {shapes[1]}")
     for name, moments in (("query", query_moments), ("key", key_moments)):
         _require_finite(f"{name} moments as", moments)
     r_queries, (r_keys, back) = _roots(query_moments)[0], _roots(key_moments)
     _, sigma, right = torch.linalg.svd(r_queries @ r_keys.mT)
-    return back @ right.mT, r_keys.mT @ right.mT, sigma
+    some = query_moments.any(-1).any(-1) & key_moments.any(-1).any(-1)
+    return back @ right.mT, r_keys.mT @ right.mT, sigma * some.unsqueeze(-1)
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -675,6 +685,8 @@ def _read(parts: dict[str, Callable], place: str, name: str, required: bool = Tr
     tensor = parts[name]()
     if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"{name} in {place} is {tensor.dtype}: give weights without quantisation")
+    if not all(bound.isfinite() for bound in tensor.aminmax()):
+        raise ValueError(f"{name} in {place} has NaN or infinite entries")
     return tensor.double()
 
 
@@ -802,6 +814,9 @@ def record_attention(
 def _recorded(model, token_ids: Tensor, see: Callable, position: str) -> Tensor:
     """As `record_attention`; `see` is shown the turn and the weights of `_visited` besides."""
     require_one_of("position", position, ("rotary", "content"))
+    if not isinstance(token_ids, Tensor) or token_ids.dtype not in (torch.int64, torch.int32):
+        found = token_ids.dtype if isinstance(token_ids, Tensor) else type(token_ids).__name__
+        raise ValueError(f"token_ids must be a tensor of int64 or int32, found {found}")
     if token_ids.ndim != 1 or len(token_ids) == 0:
         raise ValueError(f"token_ids must be one sequence [T], found {tuple(token_ids.shape)}")
     with torch.inference_mode():
@@ -819,7 +834,10 @@ def _require_same_logits(model, token_ids: Tensor, position: str) -> None:
     way = (model.config._attn_implementation, position, model.training)
     if way in _verified.setdefault(model, set()):
         return
-    stock = model(token_ids, use_cache=False).logits
+    with _one_line(f"{model.config.model_type}: the model itself does not run"):
+        stock = model(token_ids, use_cache=False).logits
+    if not stock.isfinite().all():
+        raise RuntimeError(f"{model.config.model_type}: its logits are NaN or infinite")
     with _visited(model, lambda *_: None, position, proven=True):
         routed = model(token_ids, use_cache=False).logits
     if not torch.allclose(stock, routed, rtol=1e-4, atol=1e-4 * stock.abs().max().item()):
@@ -1016,7 +1034,8 @@ def key_moments(
     softmax sees it. The scale of the logits is part of z. Raises what `record_attention` raises.
     """
     require_one_of("pairs", pairs, ("attention", "causal", "all"))
-    found, generator = [], torch.Generator(token_ids.device).manual_seed(0)
+    require_whole("draws", draws, 1)
+    found, generator = [], torch.Generator(model.device).manual_seed(0)
 
     def see(_, queries, keys, scale, turn, attention):
         heads, tokens, _ = queries.shape
@@ -1027,10 +1046,12 @@ def key_moments(
             weights = queries.new_ones(tokens, tokens, dtype=torch.float64)
             weights = weights.tril() if pairs == "causal" else weights
             weights = (weights / weights.sum(-1, keepdim=True)).expand(heads, -1, -1)
-        # What a sink takes of an attention is no pair with any key.
-        queries = scale * weights.sum(-1, keepdim=True).sqrt() * queries.double()
+        # What a sink takes of an attention is no pair with any key. It may take all.
+        of_keys = weights.sum(-1, keepdim=True)
+        queries = scale * of_keys.sqrt() * queries.double()
         if turn:
-            drawn = torch.multinomial(weights.flatten(0, 1), draws, True, generator=generator)
+            any_weights = (weights + (of_keys == 0)).flatten(0, 1)
+            drawn = torch.multinomial(any_weights, draws, True, generator=generator)
             lags = torch.arange(tokens, device=drawn.device)[:, None] - drawn.view(heads, -1, draws)
             repeated = queries.repeat_interleave(draws, dim=1).float()
             queries = turn(repeated, lags.flatten(1)).double() / draws**0.5
@@ -1047,13 +1068,19 @@ def key_projections(*windows: list[KeyMoments]) -> list[KeyProjection]:
     """For each layer, the projection of its keys to fewer dimensions that suits some windows best.
 
     `windows` are the `key_moments` of one or more. One projection for each key head, for all the
-    queries that share it, of keys centred at their mean (`best_projection`).
+    queries that share it, of keys centred at their mean (`best_projection`). Raises ValueError for
+    no window, or windows of different models or positions.
     """
-    positions = sorted({layer.position for window in windows for layer in window})
-    if len(positions) != 1:
+    if not all(isinstance(layer, KeyMoments) for window in windows for layer in window):
+        raise ValueError("each argument must be what key_moments returns: key_projections(a, b)")
+    kinds = {tuple((x.position, tuple(x.squares.shape)) for x in window) for window in windows}
+    if len(kinds) != 1 or kinds == {()}:
+        found = " and ".join(
+            f"{len(kind)} layers, first {kind[0]}" if kind else "no layers" for kind in kinds
+        )
         raise ValueError(
-            f"projections need the moments of at least one window, all at one position, found "
-            f"{' and '.join(positions) or 'none'}"
+            f"projections need the moments of at least one window, all of one model at one "
+            f"position, found {found or 'none'}"
         )
     projections = []
     for layers in zip(*windows, strict=True):
@@ -1071,14 +1098,25 @@ def shared_ranks(projections: list[KeyProjection], rank: int) -> Tensor:
     Returns int64 [layers, H_kv], each at least 1, their sum n · rank. Of all σ² (but the first of a
     head) the largest are kept, so that the energy left out is least.
     """
+    require_whole("rank", rank, 1)
+    _require_projections(projections)
     energy = torch.stack([projection.sigma for projection in projections]).square()
     limit = energy.shape[-1]
-    if not 1 <= rank <= limit:
+    if rank > limit:
         raise ValueError(f"rank must be 1 to {limit} for keys of this dimension, found {rank}")
     energy[..., 0] = torch.inf
     kept = torch.zeros_like(energy, dtype=torch.int64).flatten()
     kept[energy.flatten().topk(energy[..., 0].numel() * rank).indices] = 1
     return kept.view_as(energy).sum(-1)
+
+
+def _require_projections(projections) -> None:
+    kinds = {(x.position, tuple(x.mean.shape)) for x in projections or ()}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"projections must be what key_projections returns, of layers of one shape, found "
+            f"{sorted(kinds) or 'none'}"
+        )
 
 
 def compress_keys(
@@ -1090,15 +1128,23 @@ def compress_keys(
     depends on later tokens. The keys are replaced by those that their r numbers stand for, which
     gives what a cache of these numbers would; none is built.
     """
+    _require_projections(projections)
     key_heads, d = projections[0].mean.shape
-    ranks = torch.as_tensor(ranks).expand(len(projections), key_heads)
+    shape, ranks = (len(projections), key_heads), torch.as_tensor(ranks)
+    if ranks.dtype != torch.int64 or tuple(ranks.shape) not in ((), shape):
+        raise ValueError(
+            f"ranks must be a whole number, or int64 {list(shape)}, found {ranks.dtype} "
+            f"{list(ranks.shape)}"
+        )
+    ranks = ranks.expand(shape)
     if ranks.min() < 1 or ranks.max() > d:
         raise ValueError(f"ranks must be 1 to {d} for these keys, found {ranks.unique().tolist()}")
+    layers = model.config.get_text_config().num_hidden_layers
 
     def visit(layer, queries, keys, scale):
-        if layer >= len(projections) or keys.shape[::2] != (key_heads, d):
+        if layers != len(projections) or keys.shape[::2] != (key_heads, d):
             raise ValueError(
-                f"layer {layer} has keys {tuple(keys.shape)}, the projections are of "
+                f"layer {layer} of {layers} has keys {tuple(keys.shape)}, the projections are of "
                 f"{len(projections)} layers of {key_heads} key heads of dimension {d}: fit them to "
                 f"this model"
             )
@@ -1153,19 +1199,42 @@ def _sources(kind: str) -> dict[str, dict]:
 def results_name(name: str) -> str:
     """The name under which the results of a model or text are kept: safe for a file or folder."""
     path = Path(name)
-    if not path.exists():
+    if not os.path.exists(name):
         return re.sub(r"[:@]", "-", name.replace("/", "--"))
     plain = path.stem if path.suffix == ".gguf" else path.resolve().name
     return re.sub(r"[^\w]+", "-", plain).strip("-") or "unnamed"
 
 
-def as_list(value: str | list) -> list:
-    """A notebook's list parameter: papermill's option -p hands a list over as a string."""
+def as_list(name: str, value: str | list) -> list:
+    """A notebook's list parameter: papermill's option -p hands a list over as a string.
+
+    Raises ValueError for what is no list, an empty one, or one that holds something twice.
+    """
+    listed = value
     if isinstance(value, str):
-        value = json.loads(value) if value.startswith("[") else [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"expected a list that is not empty, found {value!r}")
-    return value
+        try:
+            listed = json.loads(value) if value.startswith("[") else [value]
+        except ValueError:
+            listed = None
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"{name} must be a list that is not empty, found {value!r}")
+    for item in listed:
+        if listed.count(item) > 1:
+            raise ValueError(f"{name} must be different, found {item!r} twice")
+    return listed
+
+
+def named_results(name: str, sources: list[str]) -> list[str]:
+    """The names under which the results of models or texts are kept, which must be different."""
+    names = list(map(results_name, sources))
+    for kept in names:
+        if names.count(kept) > 1:
+            both = [source for source in sources if results_name(source) == kept]
+            raise ValueError(
+                f"results of {both[0]!r} and {both[1]!r} would both be named {kept!r}: rename one "
+                f"of the {name}"
+            )
+    return names
 
 
 def require_one_of(name: str, value, choices: tuple) -> None:
@@ -1182,6 +1251,11 @@ def require_whole(name: str, value, least: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
 
 
+def _require_name(kind: str, name) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"the name of a {kind} must be a string, found {name!r}")
+
+
 def _unknown(kind: str, name: str, also: str) -> ValueError:
     known = list(_sources(f"{kind}s"))
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
@@ -1194,29 +1268,83 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    """A temporary folder in `parent`; what does not fit there is told in one line.
+
+    It is locked while it is used, so that whoever comes next can tell, and removes, those of runs
+    that were killed.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as locks:
+            with contextlib.ExitStack() as alone:
+                can_lock = alone.enter_context(_locked(parent, wait=True))
+                for left in parent.glob(".part-*") if can_lock else ():
+                    with _locked(left) as unused:
+                        if unused:
+                            shutil.rmtree(left, ignore_errors=True)
+                folder = tempfile.TemporaryDirectory(
+                    dir=parent, prefix=".part-", ignore_cleanup_errors=True
+                )
+                locks.enter_context(_locked(Path(folder.name)))
+            with folder:
+                yield Path(folder.name)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise OSError(
+            f"cannot write into {parent} ({reason}): free space there, or choose another folder"
+        ) from None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, wait: bool = False) -> Iterator[bool]:
+    """Whether this process has the lock on a folder, which the system drops when it ends."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # another has it, or the file system has no locks
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
 def _archive(source: dict) -> Path:
     """The verified archive of a source, from the cache or, the first time, by pip."""
     path = CACHE / "archives" / source["archive"]
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            wanted = Path(folder, "wanted.txt")
+        with _scratch(path.parent) as folder:
+            wanted = folder / "wanted.txt"
             wanted.write_text(f"{source['package']} --hash=sha256:{source['archive_sha256']}\n")
             kind = "--only-binary" if path.suffix == ".whl" else "--no-binary"
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--require-hashes", kind, ":all:", "-r", str(wanted), "-d", folder]
+            command += ["--require-hashes", kind, ":all:", "-r", str(wanted), "-d", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True)
-            fetched = Path(folder, source["archive"])
+            fetched = folder / source["archive"]
             if done.returncode or not fetched.exists():
-                complaint = [x for x in done.stderr.splitlines() if x.startswith("ERROR")]
                 raise RuntimeError(
-                    f"cannot fetch {source['package']} ({(complaint or ['no reason given'])[-1]}): "
-                    f"check the network, or copy {source['archive']} into {path.parent}"
+                    f"cannot fetch {source['package']} ({_complaint(done)}): check the network and "
+                    f"the space on disk, or copy {source['archive']} into {path.parent}"
                 )
             _verify(fetched, source["archive_sha256"])
             os.replace(fetched, path)
     _verify(path, source["archive_sha256"])
     return path
+
+
+def _complaint(pip: subprocess.CompletedProcess) -> str:
+    """Why pip did not do what it was asked: one line of what it said."""
+    if pip.returncode < 0:
+        return f"pip was ended by {signal.Signals(-pip.returncode).name}"
+    said = pip.stderr.strip().splitlines()
+    errors = [line for line in said if line.startswith("ERROR")] or said
+    return errors[-1] if errors else f"pip ended with code {pip.returncode}"
 
 
 def _verify(path: Path, expected: str) -> None:
@@ -1236,12 +1364,17 @@ def _member(source: dict) -> bytes:
     contents = []
     for part in source.get("parts", [source]):
         path = _archive(part)
-        if path.suffix == ".whl":
-            with zipfile.ZipFile(path) as archive:
-                contents.append(archive.read(part["member"]))
-        else:
-            with tarfile.open(path) as archive:
-                contents.append(archive.extractfile(part["member"]).read())
+        try:
+            if path.suffix == ".whl":
+                with zipfile.ZipFile(path) as archive:
+                    contents.append(archive.read(part["member"]))
+            else:
+                with tarfile.open(path) as archive:
+                    contents.append(archive.extractfile(part["member"]).read())
+        except (KeyError, AttributeError):  # no such member; one that is no file
+            raise RuntimeError(
+                f"{path} has no file {part['member']}: data/sources.toml and the package disagree"
+            ) from None
     content = b"".join(contents)
     found = hashlib.sha256(content).hexdigest()
     if found != source["sha256"]:
@@ -1258,6 +1391,7 @@ def load_text(name: str) -> LoadedText:
     Raises ValueError for an unknown name or a file that is empty or not UTF-8, RuntimeError
     where it cannot be fetched or verified.
     """
+    _require_name("text", name)
     sources = _sources("texts")
     if name in sources:
         source = sources[name]
@@ -1268,8 +1402,10 @@ def load_text(name: str) -> LoadedText:
         text = _cut(_decoded(content, name), source.get("first_line"), source.get("end_marker"))
     elif match := re.fullmatch(r"gutenberg:(\d+)", name):
         text, origin = _gutenberg(match[1]), f"Project Gutenberg #{match[1]}"
-    elif Path(name).is_file():
-        text, origin = _decoded(Path(name).read_bytes(), name), "local file"
+    elif os.path.isfile(name):
+        with _one_line(f"cannot read text {name!r}"), open(name, "rb") as file:
+            content = file.read(TEXT_LIMIT + 1)
+        text, origin = _decoded(content, name), "local file"
     elif Path(name).suffix or "/" in name:
         raise ValueError(f"text file {name!r} not found from {Path.cwd()}: check the path")
     else:
@@ -1282,6 +1418,8 @@ def load_text(name: str) -> LoadedText:
 
 
 def _decoded(content: bytes, name: str) -> str:
+    if len(content) > TEXT_LIMIT:
+        raise ValueError(f"text {name!r} is above {TEXT_LIMIT // 10**6} MB: cut it")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -1311,14 +1449,17 @@ def _gutenberg(number: str) -> str:
     cached = sorted(folder.glob(f"{number}-*.txt"))
     if cached:
         path = cached[0]
-        content = path.read_bytes()
+        with _one_line(f"cannot read {path}"):
+            content = path.read_bytes()
         if hashlib.sha256(content).hexdigest()[:16] != path.stem.split("-")[1]:
             raise RuntimeError(f"{path} is corrupt: delete it and run again")
     else:
         address = GUTENBERG.format(id=number)
         try:
             with urllib.request.urlopen(address, timeout=60) as answer:
-                content = answer.read()
+                content = answer.read(TEXT_LIMIT + 1)
+                if answer.length:  # unlike read(), read(n) does not tell
+                    raise http.client.IncompleteRead(content, answer.length)
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()  # it holds the connection open
@@ -1351,10 +1492,12 @@ def load_model(name: str) -> LoadedModel:
     folder, provenance = _located(name)
     options = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     with _one_line(f"cannot load model {name!r}"):
+        config, _, shapes = _config_and_weights(folder)
+        _require_room(config, shapes)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-        _require_loaded(info)
+        _require_loaded(model, info)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     provenance["left_out"] = left_out(model.config, dict(model.named_parameters()))
     return LoadedModel(provenance["model"], model.eval(), tokenizer, provenance)
@@ -1367,8 +1510,7 @@ def load_checkpoint(name: str) -> Checkpoint:
     """
     folder, provenance = _located(name)
     with _one_line(f"cannot load model {name!r}"):
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        files = _weight_files(folder)
+        config, files, _ = _config_and_weights(folder)
 
     def tensor(name: str) -> Tensor:
         with safe_open(folder / files[name], framework="pt") as opened:
@@ -1379,8 +1521,45 @@ def load_checkpoint(name: str) -> Checkpoint:
     return Checkpoint(provenance["model"], config, tensors, provenance)
 
 
-def _require_loaded(info: dict) -> None:
-    """Refuse what transformers would fill with random numbers, or leave out without a word."""
+def _config_and_weights(folder: Path) -> tuple:
+    """The configuration in a folder, the file of each of its tensors, and the shapes of these."""
+    files = _weight_files(folder)
+    shapes = []
+    for file in sorted(set(files.values())):
+        with safe_open(folder / file, framework="pt") as opened:
+            shapes += [opened.get_slice(name).get_shape() for name in opened.keys()]
+    settings = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(settings, dict):
+        raise ValueError("config.json holds no settings: get it again")
+    _require_counts(settings, shapes)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return config, files, shapes
+
+
+def _require_counts(settings: dict, shapes: list[list[int]]) -> None:
+    """Refuse a number of layers, heads, experts, ... that no model of such weights can have: lists
+    of that length are made before the weights are read."""
+    limit = max([len(shapes), *itertools.chain(*shapes)])
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            _require_counts(value, shapes)
+        elif re.match(r"(num|n)_|.*_count$", name) and isinstance(value, int) and value > limit:
+            raise ValueError(f"{name} is {value} in its configuration, which its weights cannot be")
+
+
+def _require_room(config, shapes: list[list[int]]) -> None:
+    """Refuse a configuration of a far larger model than the weights, before memory is taken."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    wanted = sum(x.numel() for x in itertools.chain(model.parameters(), model.buffers()))
+    held = sum(map(math.prod, shapes))
+    if wanted > 2 * held + 10**7:
+        raise ValueError(f"its configuration is of {wanted:,} numbers, the files hold {held:,}")
+
+
+def _require_loaded(model, info: dict) -> None:
+    """Refuse what transformers would fill with random numbers, or leave out without a word, and
+    weights that are no numbers."""
     if info["missing_keys"]:
         raise ValueError(f"its weights lack {min(info['missing_keys'])}")
     for name, stored, expected in sorted(info["mismatched_keys"]):
@@ -1391,6 +1570,9 @@ def _require_loaded(info: dict) -> None:
     for name in sorted(info["unexpected_keys"]):
         if re.search(r"\.\d+\.", name):  # in a layer
             raise ValueError(f"its weights have {name}, which its configuration has no place for")
+    for name, parameter in model.named_parameters():
+        if not all(bound.isfinite() for bound in parameter.aminmax()):
+            raise ValueError(f"{name} has NaN or infinite entries")
 
 
 @contextlib.contextmanager
@@ -1410,6 +1592,7 @@ def _first_line(error: Exception) -> str:
 
 def _located(name: str) -> tuple[Path, dict]:
     """The folder of a model's config.json, tokenizer and safetensors; the model's provenance."""
+    _require_name("model", name)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     provenance = {"model": results_name(name)}
@@ -1418,11 +1601,11 @@ def _located(name: str) -> tuple[Path, dict]:
         origin, digest = sources[name]["origin"], sources[name]["sha256"]
         folder = _converted(name, digest, name, lambda: _member(sources[name]))
         return folder, {**provenance, "model_origin": origin, "model_sha256": digest}
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(name):
         digest = _sha256(path)
         folder = _converted(f"gguf-{digest[:16]}", digest, name, path.read_bytes)
         return folder, {**provenance, "model_origin": "local GGUF file", "model_sha256": digest}
-    if path.is_dir():
+    if os.path.isdir(name):
         with _one_line(f"cannot load model {name!r}"):
             files = sorted(set(_weight_files(path).values()))
             digests = "".join(_sha256(path / file) for file in files)
@@ -1430,7 +1613,7 @@ def _located(name: str) -> tuple[Path, dict]:
         return path, {**provenance, "model_origin": "local folder", "model_sha256": digest}
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
-    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name):
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII):
         folder = _from_hub(*match.groups())
         return folder, {**provenance, "model_origin": match[1], "model_revision": folder.name}
     raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
@@ -1495,19 +1678,37 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         ) from None
 
 
-def _gguf_contents(path: Path, label: str) -> tuple[dict, int]:
-    """The metadata of a GGUF file (without its architecture's name), the number of its weights.
+class _BoundedReader(gguf.GGUFReader):
+    """A reader that ends where the file does, whatever number of things it says to hold."""
+
+    reads = 0
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        self.reads += 1
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data) or self.reads > 5_000_000:  # 2 million for 262,144 tokens
+            raise ValueError(f"it holds less than it says at byte {offset}")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def _gguf_contents(path: Path, label: str) -> tuple[dict, list[list[int]]]:
+    """The metadata of a GGUF file (without its architecture's name), the shapes of its weights.
 
     Refuses a file that is damaged, or that transformers would load as another model.
     """
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _BoundedReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = [tensor.name for tensor in reader.tensors]
-        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        shapes = [tensor.shape.tolist() for tensor in reader.tensors]
+        if sum(tensor.n_bytes for tensor in reader.tensors) > path.stat().st_size:
+            raise ValueError("its tensors overlap")
         prefix = f"{fields['general.architecture']}."
+        _require_counts(fields, shapes)
     except Exception as error:
-        raise RuntimeError(f"{label} is not a whole GGUF file ({error}): get it again") from None
+        raise RuntimeError(
+            f"{label} is not a whole GGUF file ({_first_line(error)}): get it again"
+        ) from None
     lost = [f for f in (*fields, *tensors) if ".rope.scaling." in f or f == "rope_freqs.weight"]
     # A Mistral is called a llama there, and nothing but its name tells of its window.
     name = str(fields.get("general.name", ""))
@@ -1517,7 +1718,7 @@ def _gguf_contents(path: Path, label: str) -> tuple[dict, int]:
             f"{label} has {lost[0]!r}, which transformers does not read from GGUF: give the "
             f"model's safetensors folder or hub id"
         )
-    return {name.removeprefix(prefix): value for name, value in fields.items()}, weights
+    return {name.removeprefix(prefix): value for name, value in fields.items()}, shapes
 
 
 def _require_as_stored(model, fields: dict, weights: int) -> None:
@@ -1557,13 +1758,14 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
     folder = CACHE / "models" / name
     manifest = folder / "manifest.json"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
-            made = Path(temporary, "made")
-            Path(temporary, "model.gguf").write_bytes(gguf_bytes())
-            stored = _gguf_contents(Path(temporary, "model.gguf"), label)
+        with _scratch(folder.parent) as temporary:
+            made = temporary / "made"
+            (temporary / "model.gguf").write_bytes(gguf_bytes())
+            fields, shapes = _gguf_contents(temporary / "model.gguf", label)
             options = {"gguf_file": "model.gguf", "trust_remote_code": False}
             with _one_line(f"cannot convert {label}"):
+                config = transformers.AutoConfig.from_pretrained(temporary, **options)
+                _require_room(config, shapes)
                 model, info = transformers.AutoModelForCausalLM.from_pretrained(
                     temporary,
                     dtype=torch.float32,
@@ -1571,8 +1773,8 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
                     ignore_mismatched_sizes=True,
                     **options,
                 )
-                _require_loaded(info)
-                _require_as_stored(model, *stored)
+                _require_loaded(model, info)
+                _require_as_stored(model, fields, sum(map(math.prod, shapes)))
                 tokenizer = transformers.AutoTokenizer.from_pretrained(temporary, **options)
             # The weights are plain float32 now; what still calls them GGUF would stop the saving.
             model.hf_quantizer = None
@@ -1582,8 +1784,12 @@ def _converted(name: str, sha256: str, label: str, gguf_bytes: Callable[[], byte
             files = {file.name: _sha256(file) for file in sorted(made.iterdir())}
             record = {"gguf_sha256": sha256, "files": files}
             (made / manifest.name).write_text(json.dumps(record, indent=1))
-            with contextlib.suppress(OSError):  # another run was faster: its folder is as good
+            try:
                 os.rename(made, folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+                # another run was faster: its folder is as good
     try:
         record = json.loads(manifest.read_text())
         same = record["gguf_sha256"] == sha256
@@ -1600,8 +1806,8 @@ def token_window(source: LoadedModel, text: LoadedText, context: int, offset: in
 
     Raises ValueError if the text is too short or the context is beyond the model's limit.
     """
-    if context < 1 or offset < 0:
-        raise ValueError(f"context must be at least 1 and offset 0, found {context} and {offset}")
+    require_whole("context", context, 1)
+    require_whole("offset", offset, 0)
     limit = getattr(source.model.config, "max_position_embeddings", None)
     if limit is not None and context > limit:
         raise ValueError(
@@ -1647,9 +1853,8 @@ def output_folder(output_dir: str = "") -> Path:
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as folder:
-        part = Path(folder, path.name)
+    with _scratch(path.parent) as folder:
+        part = folder / path.name
         write(part)
         os.replace(part, path)
 
@@ -1675,39 +1880,71 @@ def _existing(path: Path) -> Path:
 
 
 def save_table(table: pd.DataFrame, path: Path, provenance: dict) -> None:
-    """Write a table as CSV under `# key: value` lines of provenance; floats to six digits."""
+    """Write a table as CSV under `# key: value` lines of provenance; floats to six digits.
+
+    The last of these lines is a checksum of all the others.
+    """
     facts = _with_versions(provenance).items()
     head = [f"# {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in facts]
-    body = table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    _write(Path(path), lambda part: part.write_text("\n".join([*head, body]), "utf-8"))
+    body = table.to_csv(index=False, float_format="%.6g", lineterminator="\n").splitlines()
+    lines = [*head, f'# sha256: "{_digest([*head, *body])}"', *body, ""]
+    _write(Path(path), lambda part: part.write_text("\n".join(lines), "utf-8"))
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def load_table(path: Path, **expected) -> pd.DataFrame:
-    """A table of `save_table`; its provenance is in `.attrs` and must agree with `expected`."""
+    """A table of `save_table`; its provenance is in `.attrs` and must agree with `expected`.
+
+    Raises ValueError if it does not, or if the file was changed since.
+    """
     path = _existing(path)
-    lines = itertools.takewhile(lambda x: x.startswith("# "), path.read_text("utf-8").splitlines())
-    head = [line[2:].split(": ", 1) for line in lines]
-    provenance = {key: json.loads(value) for key, value in head}
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        facts = list(itertools.takewhile(lambda line: line.startswith("# "), lines))
+        provenance = {k: json.loads(v) for k, v in (line[2:].split(": ", 1) for line in facts)}
+        same = provenance.pop("sha256") == _digest(lines[: len(facts) - 1] + lines[len(facts) :])
+    except (ValueError, KeyError):
+        same = False
+    _require_unchanged(same, path)
     _require(provenance, expected, path)
-    table = pd.read_csv(path, skiprows=len(head), dtype={"measured": str})
+    table = pd.read_csv(path, skiprows=len(facts), dtype={"measured": str})
     table.attrs = provenance
     return table
 
 
+def _require_unchanged(same: bool, path: Path) -> None:
+    if not same:
+        raise ValueError(f"{path} is not as it was written: run the notebook that writes it again")
+
+
 def save_spectra(sigma: Tensor, path: Path, provenance: dict) -> None:
     """Write singular values [layers, heads, n] as float32 safetensors with their provenance."""
+    sigma = sigma.float().contiguous()
+    facts = _with_versions(provenance) | {"sha256": _spectra_digest(sigma)}
     # One entry: the library writes several in an order that changes from run to run.
-    metadata = {"provenance": json.dumps(_with_versions(provenance), ensure_ascii=False)}
-    tensors = {"sigma": sigma.float().contiguous()}
-    _write(Path(path), lambda part: save_file(tensors, part, metadata))
+    metadata = {"provenance": json.dumps(facts, ensure_ascii=False)}
+    _write(Path(path), lambda part: save_file({"sigma": sigma}, part, metadata))
+
+
+def _spectra_digest(sigma: Tensor) -> str:
+    return hashlib.sha256(sigma.numpy().tobytes()).hexdigest()
 
 
 def load_spectra(path: Path, **expected) -> Tensor:
     """Singular values of `save_spectra`, float32 [layers, heads, n]; provenance must agree."""
     path = _existing(path)
-    with safe_open(path, framework="pt") as file:
-        _require(json.loads(file.metadata()["provenance"]), expected, path)
-        return file.get_tensor("sigma")
+    try:
+        with safe_open(path, framework="pt") as file:
+            provenance, sigma = json.loads(file.metadata()["provenance"]), file.get_tensor("sigma")
+        same = provenance["sha256"] == _spectra_digest(sigma)
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        same = False
+    _require_unchanged(same, path)
+    _require(provenance, expected, path)
+    return sigma
 
 
 VERDICTS = ("reproduced", "partly", "not reproduced", "not testable here")
@@ -1793,6 +2030,8 @@ def update_readme(root: Path, tables: dict[str, str]) -> None:
     text = path.read_text("utf-8")
     for name, table in tables.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if [text.count(start), text.count(end)] != [1, 1] or text.find(start) > text.find(end):
+            raise ValueError(f"{path} needs {start} and then {end}, each once")
         before, rest = text.split(start)
         text = f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
     _write(path, lambda part: part.write_text(text, "utf-8"))

@@ -8,6 +8,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import families
+import faults
 import ggufs
 import helpers
 
@@ -16,6 +17,36 @@ transformers.utils.logging.set_verbosity_error()
 torch.set_num_threads(1)  # on matrices this small, threads wait for each other more than they work
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+
+SEEN, CAUSED = pytest.StashKey(), pytest.StashKey()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-faults", action="store_true", help="write tests/README.md's table")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Before any is deselected: who causes a fault. Whoever looks at what all saw comes last."""
+    items.sort(key=lambda item: "faults_seen" in item.fixturenames)
+    config.stash[CAUSED] = [faults.name_of(i) for i in items if "fault" in i.fixturenames]
+    config.stash[SEEN] = {}
+
+
+@pytest.fixture
+def fault(request, tmp_path):
+    """The fault that this test causes: a row of the table in tests/README.md."""
+    name = faults.name_of(request.node)
+    found = faults.Fault(request.config.stash[SEEN], name, tmp_path)
+    yield found
+    assert found.message, "this test saw no fault"
+
+
+@pytest.fixture
+def faults_seen(request):
+    """(what the tests of this run saw of their faults, every fault that a test can cause)"""
+    return request.config.stash[SEEN], request.config.stash[CAUSED]
 
 
 @pytest.fixture(scope="session")

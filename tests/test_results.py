@@ -78,20 +78,18 @@ SAVED = [
 @pytest.mark.parametrize(
     ("key", "value"), [("model", "other"), ("window", [0, 1024]), ("context", 512), ("text", None)]
 )
-def test_results_made_otherwise_are_refused(tmp_path, save, load, content, key, value):
+def test_results_made_otherwise(tmp_path, save, load, content, key, value, fault):
     save(content, tmp_path / "results", PROVENANCE)
     load(tmp_path / "results", model="tiny", window=[200, 1224])
     found = PROVENANCE.get(key)
-    with pytest.raises(ValueError, match=f"made with {key} ") as raised:
+    with fault.raises(ValueError, f"made with {key} "):
         load(tmp_path / "results", **{"model": "tiny", key: value})
-    message = str(raised.value)
-    assert f"made with {key} {found!r}, expected {value!r}" in message
-    assert "\n" not in message
+    assert f"made with {key} {found!r}, expected {value!r}" in fault.message
 
 
 @pytest.mark.parametrize(("save", "load", "content"), SAVED)
-def test_a_missing_result_is_named(tmp_path, save, load, content):
-    with pytest.raises(FileNotFoundError, match=r"nothing is missing: run the notebook that"):
+def test_a_missing_result(tmp_path, save, load, content, fault):
+    with fault.raises(FileNotFoundError, r"nothing is missing: run the notebook that"):
         load(tmp_path / "nothing")
 
 
