@@ -1111,7 +1111,7 @@ def shared_ranks(projections: list[KeyProjection], rank: int) -> Tensor:
 
 
 def _require_projections(projections) -> None:
-    kinds = {(x.position, tuple(x.mean.shape)) for x in projections or ()}
+    kinds = {(x.position, tuple(x.sigma.shape)) for x in projections or ()}
     if len(kinds) != 1:
         raise ValueError(
             f"projections must be what key_projections returns, of layers of one shape, found "
@@ -1348,7 +1348,12 @@ def _complaint(pip: subprocess.CompletedProcess) -> str:
 
 
 def _verify(path: Path, expected: str) -> None:
-    found = _sha256(path)
+    try:
+        found = _sha256(path)
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot read {path} ({error.strerror}): delete it and run again"
+        ) from None
     if found != expected:
         raise RuntimeError(
             f"{path} is corrupt: sha256 {found[:12]}…, expected {expected[:12]}…: "

