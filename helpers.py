@@ -1198,9 +1198,10 @@ def _sources(kind: str) -> dict[str, dict]:
 
 def results_name(name: str) -> str:
     """The name under which the results of a model or text are kept: safe for a file or folder."""
-    path = Path(name)
+    _require_name("model or text", name)
     if not os.path.exists(name):
         return re.sub(r"[:@]", "-", name.replace("/", "--"))
+    path = Path(name)
     plain = path.stem if path.suffix == ".gguf" else path.resolve().name
     return re.sub(r"[^\w]+", "-", plain).strip("-") or "unnamed"
 

@@ -3,10 +3,16 @@
 import contextlib
 import hashlib
 import http.server
+import io
 import threading
+import warnings
 
+import matplotlib.pyplot as plt
+import nbformat
 import torch
 from torch.testing import assert_close
+
+import helpers
 
 
 def sha256(content):
@@ -78,3 +84,35 @@ def serving(answer):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def code_cells(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell for cell in cells if cell.cell_type == "code"]
+
+
+def tagged(cells, tag):
+    return [cell for cell in cells if tag in cell.metadata.get("tags", [])]
+
+
+def run_cells(notebook, folder, /, **parameters):
+    """Run a notebook's cells here, as in `folder`, with parameters: what it printed.
+
+    A second or two instead of the ten that a kernel takes to start; its errors are raised.
+    """
+    path = helpers.ROOT / "notebooks" / f"{notebook}.ipynb"
+    space, printed = {"__name__": "__main__"}, io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        plt.rc_context(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", DeprecationWarning)  # as in a kernel
+        for number, cell in enumerate(code_cells(path), 1):
+            exec(compile(cell.source, f"{notebook}, cell {number}", "exec"), space)
+            if "parameters" in cell.metadata.get("tags", []):
+                assert parameters.keys() <= space.keys()
+                space |= parameters
+    plt.close("all")
+    return printed.getvalue()

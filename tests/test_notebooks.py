@@ -25,6 +25,7 @@ import bench
 import families
 import ggufs
 import helpers
+from checks import code_cells, run_cells, tagged
 
 NOTEBOOKS = sorted((helpers.ROOT / "notebooks").glob("*.ipynb"))
 BY_NAME = {"argvalues": NOTEBOOKS, "ids": [path.stem for path in NOTEBOOKS]}
@@ -33,15 +34,6 @@ WORDS = "the cat sat on the mat; the rat ate the hat -- " * 20  # the tests' tok
 # A tiny run: two texts, short windows.
 SMALL = ["texts=alice king-james", "context=128", "stability_context=96", "windows=2"]
 SMALL += ["lengths=[32, 128]"]
-
-
-def code_cells(path):
-    cells = nbformat.read(path, as_version=4).cells
-    return [cell for cell in cells if cell.cell_type == "code"]
-
-
-def tagged(cells, tag):
-    return [cell for cell in cells if tag in cell.metadata.get("tags", [])]
 
 
 def run(*command, cwd, **options):
@@ -272,11 +264,11 @@ def test_killed_workflow_resumes_to_the_same_results(small_run, tmp_path):
     assert results_of(tmp_path) == results_of(small_run[0])
 
 
-def papermill(notebook, cwd, environment=None, /, **parameters):
-    command = ["papermill", helpers.ROOT / "notebooks" / notebook, "out.ipynb", "-k", "python3"]
-    for name, value in parameters.items():
-        command += ["-y", json.dumps({name: value})]
-    return run(*command, "--no-progress-bar", cwd=cwd, env={**os.environ, **(environment or {})})
+def papermill(notebook, cwd, /, *options):
+    path = helpers.ROOT / "notebooks" / f"{notebook}.ipynb"
+    return run(
+        "papermill", path, "out.ipynb", "-k", "python3", "--no-progress-bar", *options, cwd=cwd
+    )
 
 
 def papermill_parameters(notebook):
@@ -287,7 +279,9 @@ def papermill_parameters(notebook):
 def test_own_text_from_another_folder(tmp_path):
     words = helpers.load_text("paradise-lost").text[:6000]
     (tmp_path / "my text.txt").write_text(words, "utf-8")
-    done = papermill("04_logit_spectra.ipynb", tmp_path, context=256, texts=["my text.txt"])
+    done = papermill(
+        "04_logit_spectra", tmp_path, "-p", "context", 256, "-y", 'texts: ["my text.txt"]'
+    )
     assert done.returncode == 0, done.stderr
     (table,) = tmp_path.rglob("my-text-txt_logit_heads.csv")
     assert len(helpers.load_table(table, context=256)) == 270
@@ -315,16 +309,15 @@ def test_conventions_are_parameters_of_three_notebooks(conventions, fields, toke
     for notebook, parameters in taken.items():
         known = papermill_parameters(notebook)
         ours = {name: value for name, value in conventions.items() if name in known}
-        done = papermill(f"{notebook}.ipynb", tmp_path, **parameters, **ours)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_cells(notebook, tmp_path, **parameters, **ours)
     results = tmp_path / "data" / "results"
     for table in ("weight_heads", "words-txt_logit_heads"):
         assert len(helpers.load_table(results / "tiny" / f"{table}.csv")) == fields
     # The claims of 03 know no position; none is answered under another convention than its own.
     saved = ["claims_03.csv"] if "position" in conventions else []
     assert [path.name for path in results.rglob("claims_*.csv")] == saved
-    done = papermill("05_gap_statistics.ipynb", tmp_path, models=["tiny"], **window)
-    assert re.search(r"was made with \w+ .+, expected .+: run the notebook", last_line(done))
+    with pytest.raises(ValueError, match=r"was made with \w+ .+, expected .+: run the notebook"):
+        run_cells("05_gap_statistics", tmp_path, models=["tiny"], **window)
 
 
 PAPER = tomllib.loads((helpers.ROOT / "data/paper_models.toml").read_text("utf-8"))["model"]
@@ -367,8 +360,7 @@ def test_the_papers_models_at_their_true_head_layout(shape, tokenizer, tmp_path)
         ("03_weight_spectra", {}),
         ("04_logit_spectra", {"texts": ["words.txt"], "context": 80, "offset": 4}),
     ):
-        done = papermill(f"{notebook}.ipynb", tmp_path, model="model", **parameters)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_cells(notebook, tmp_path, model="model", **parameters)
     results = tmp_path / "data" / "results" / "model"
     for name in ("weight_heads", "words-txt_logit_heads"):
         table = helpers.load_table(results / f"{name}.csv")
@@ -385,16 +377,14 @@ def test_the_papers_models_at_their_true_head_layout(shape, tokenizer, tmp_path)
     assert ("content position" in set(conventions)) == shape["position"].startswith("rotary")
 
 
-def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, tmp_path):
+def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, cache, tmp_path):
     # Such a file stores no head dimension: it is the width over the number of heads.
     model = families.tiny("qwen2", vocab_size=len(tokenizer), head_dim=6)
     ggufs.write(tmp_path / "tiny.gguf", model, tokenizer)
     (tmp_path / "words.txt").write_text(WORDS)
     window = {"texts": ["words.txt"], "context": 48, "offset": 4}
     for notebook, parameters in (("03_weight_spectra", {}), ("04_logit_spectra", window)):
-        cache = {"ATTENTION_SPECTRA_CACHE": str(tmp_path / "cache")}
-        done = papermill(f"{notebook}.ipynb", tmp_path, cache, model="tiny.gguf", **parameters)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_cells(notebook, tmp_path, model="tiny.gguf", **parameters)
     for table in ("weight_heads", "words-txt_logit_heads"):
         table = helpers.load_table(tmp_path / "data" / "results" / "tiny" / f"{table}.csv")
         assert len(table) == 12
@@ -412,10 +402,7 @@ def run_tiny(notebook, family, tokenizer, folder, **parameters):
     for part in (model, tokenizer):
         part.save_pretrained(folder / "tiny")
     (folder / "words.txt").write_text(3 * WORDS)
-    done = papermill(notebook, folder, model="tiny", context=48, offset=4, **parameters)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cells = code_cells(folder / "out.ipynb")
-    printed = "".join(out.get("text", "") for cell in cells for out in cell.outputs)
+    printed = run_cells(notebook, folder, model="tiny", context=48, offset=4, **parameters)
     assert "nan" not in printed
     return printed, folder / "data" / "results" / "tiny"
 
@@ -430,7 +417,7 @@ def run_tiny(notebook, family, tokenizer, folder, **parameters):
 def test_controls_leave_out_what_a_model_has_not(family, models, left_out, tokenizer, tmp_path):
     parameters = {"text": "words.txt", "other_text": "", "windows": 2}
     parameters |= {"contexts": [16, 48, 64, 5000]}
-    printed, results = run_tiny("07_controls.ipynb", family, tokenizer, tmp_path, **parameters)
+    printed, results = run_tiny("07_controls", family, tokenizer, tmp_path, **parameters)
     for line in [*left_out, "contexts: 5000 left out: "]:
         assert line in printed
     controls = helpers.load_table(results / "words-txt_controls.csv", windows=2)
@@ -456,7 +443,7 @@ def test_controls_leave_out_what_a_model_has_not(family, models, left_out, token
 def test_function_leaves_out_what_a_model_has_not(family, left_out, baselines, tokenizer, tmp_path):
     parameters = {"calibration_text": "words.txt", "texts": ["words.txt"]}
     parameters |= {"ranks": [1, 2, 99], "budgets": [2, 4, 99]}
-    printed, results = run_tiny("08_function.ipynb", family, tokenizer, tmp_path, **parameters)
+    printed, results = run_tiny("08_function", family, tokenizer, tmp_path, **parameters)
     for line in [*left_out, "left out, above d: [99]"]:
         assert line in printed
     steps = 6 if left_out else 7
@@ -468,42 +455,82 @@ def test_function_leaves_out_what_a_model_has_not(family, left_out, baselines, t
     assert set(helpers.load_table(results / "claims_08.csv").id) == {"L3", "S1"}
 
 
+BAD = [
+    ("03_weight_spectra", {"model": "smollm2"}, r"unknown model 'smollm2': did you mean 'smol"),
+    ("03_weight_spectra", {"with_bias": "yes"}, r"with_bias must be True or False.*'yes'"),
+    ("03_weight_spectra", {"share": 0}, r"share must be a number above 0 .*, found 0$"),
+    ("03_weight_spectra", {"share": "0.9"}, r"share must be a number above 0 .*, found '0.9'$"),
+    ("04_logit_spectra", {"texts": ["alicia"]}, r"unknown text 'alicia': did you mean 'alice'"),
+    ("04_logit_spectra", {"texts": ["no.txt"]}, r"text file 'no.txt' not found from"),
+    ("04_logit_spectra", {"texts": ["short.txt"]}, r"has 2 tokens, the window needs 1224"),
+    ("04_logit_spectra", {"texts": [["alice"]]}, r"name of a model or text must be a str"),
+    ("04_logit_spectra", {"texts": ["alice", "alice"]}, r"texts must be different, found 'al"),
+    ("04_logit_spectra", {"model": ["smollm2-135m"]}, r"name of a model must be a string"),
+    ("04_logit_spectra", {"context": 9000}, r"context 9000 is beyond the 8192 positions"),
+    ("04_logit_spectra", {"context": "64"}, r"context must be a whole number .*, found '64'$"),
+    ("04_logit_spectra", {"context": 1}, r"context must be a whole number .* 2, found 1$"),
+    ("04_logit_spectra", {"offset": -1}, r"offset must be a whole number .* 0, found -1$"),
+    ("04_logit_spectra", {"share": -0.5}, r"share must be a number above 0 .*, found -0.5$"),
+    ("04_logit_spectra", {"position": "sideways"}, r"position must be .*'sideways'"),
+    ("04_logit_spectra", {"mask": "half"}, r"mask must be .*'half'"),
+    ("04_logit_spectra", {"row_centred": "false"}, r"row_centred must be True or False.*'fal"),
+    ("05_gap_statistics", {"share": 1.5}, r"share must be a number above 0 .*, found 1.5$"),
+    ("05_gap_statistics", {"bootstrap": 5}, r"bootstrap must be a whole .* 100, found 5$"),
+    ("05_gap_statistics", {"models": ["absent"]}, r"weight_heads.csv is missing: run"),
+    ("06_stability_bound", {"ranks": [65]}, r"rank.* 64.*65"),
+    ("06_stability_bound", {"ranks": [0]}, r"each of ranks must be a whole .* 1, found 0$"),
+    ("06_stability_bound", {"ranks": "[11"}, r"ranks must be a list that is not empty"),
+    ("06_stability_bound", {"context": 0}, r"context must be a whole .* 2, found 0$"),
+    ("06_stability_bound", {"seed": "x"}, r"seed must be a whole number .*, found 'x'$"),
+    ("07_controls", {"windows": 1}, r"windows must be a whole number of at least 2, found 1$"),
+    ("07_controls", {"contexts": [64.5]}, r"each of contexts must be a whole .* found 64.5$"),
+    ("07_controls", {"seed": -1}, r"seed must be a whole number of at least 0, found -1$"),
+    ("07_controls", {"contexts": [8200]}, r"none of the contexts \[8200\] fits"),
+    ("07_controls", {"windows": 99}, r"text 'alice' has \d+ tokens, the window needs \d+"),
+    ("08_function", {"ranks": [0]}, r"each of ranks must be a whole .* at least 1, found 0$"),
+    ("08_function", {"budgets": [65, 99]}, r"number of at most d = 64, found \[65, 99\]$"),
+    ("08_function", {"shares": [1.1]}, r"share must be a number above 0 .*, found 1.1$"),
+    ("08_function", {"texts": ["short.txt"]}, r"has 2 tokens, the window needs 1224"),
+    ("08_function", {"context": 2}, r"context must be a whole number of at least 3, found 2$"),
+    ("01_theory", {"layer": 30}, r"has layers 0 to 29 and heads 0 to 8, found layer 30"),
+    ("01_theory", {"share": 1.5}, r"share must be a number above 0 .*, found 1.5$"),
+    ("01_theory", {"context": 7}, r"context must be a whole number of at least 8, found 7$"),
+]
+
+
 @pytest.mark.parametrize(
     ("notebook", "parameters", "message"),
-    [
-        ("03_weight_spectra", {"model": "smollm2"}, r"unknown model 'smollm2': did you mean 'smol"),
-        ("04_logit_spectra", {"texts": ["alicia"]}, r"unknown text 'alicia': did you mean 'alice'"),
-        ("04_logit_spectra", {"texts": ["no.txt"]}, r"text file 'no.txt' not found from"),
-        ("04_logit_spectra", {"texts": ["short.txt"]}, r"has 2 tokens, the window needs 1224"),
-        ("04_logit_spectra", {"context": 9000}, r"context 9000 is beyond the 8192 positions"),
-        ("04_logit_spectra", {"position": "sideways"}, r"position must be .*'sideways'"),
-        ("04_logit_spectra", {"mask": "half"}, r"mask must be .*'half'"),
-        ("04_logit_spectra", {"row_centred": "false"}, r"row_centred must be True or False.*'fal"),
-        ("03_weight_spectra", {"with_bias": "yes"}, r"with_bias must be True or False.*'yes'"),
-        ("05_gap_statistics", {"share": 0}, r"share must be a number above 0 .*, found 0$"),
-        ("05_gap_statistics", {"models": ["absent"]}, r"weight_heads.csv is missing: run"),
-        ("06_stability_bound", {"ranks": [65]}, r"rank.* 64.*65"),
-        ("06_stability_bound", {"context": 0}, r"context must be at least 1.* 0"),
-        ("04_logit_spectra", {"context": "64"}, r"context must be a whole number .*, found '64'$"),
-        ("07_controls", {"windows": 1}, r"windows must be a whole number of at least 2, found 1$"),
-        ("07_controls", {"contexts": [64.5]}, r"each of contexts must be a whole .* found 64.5$"),
-        ("07_controls", {"seed": -1}, r"seed must be a whole number of at least 0, found -1$"),
-        ("07_controls", {"contexts": [8200]}, r"none of the contexts \[8200\] fits"),
-        ("07_controls", {"windows": 99}, r"text 'alice' has \d+ tokens, the window needs \d+"),
-        ("08_function", {"ranks": [0]}, r"each of ranks must be a whole .* at least 1, found 0$"),
-        ("08_function", {"budgets": [65, 99]}, r"number of at most d = 64, found \[65, 99\]$"),
-        ("08_function", {"shares": [1.1]}, r"share must be a number above 0 .*, found 1.1$"),
-        ("08_function", {"texts": ["short.txt"]}, r"has 2 tokens, the window needs 1224"),
-        ("08_function", {"context": 1}, r"context must be a whole number of at least 2, found 1$"),
-    ],
+    BAD,
+    ids=[f"{name[:2]}, {json.dumps(parameters)[1:-1]}" for name, parameters, _ in BAD],
 )
-def test_bad_parameters_end_with_one_line(notebook, parameters, message, tmp_path):
+def test_a_notebook_with(notebook, parameters, message, tmp_path, fault):
     (tmp_path / "short.txt").write_text("Hello there")
-    done = papermill(f"{notebook}.ipynb", tmp_path, **parameters)
-    assert done.returncode != 0
-    assert re.search(message, last_line(done)), done.stderr[-2000:]
-    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert left <= {"short.txt", "out.ipynb"}
+    with fault.raises((ValueError, FileNotFoundError), message):
+        run_cells(notebook, tmp_path, **parameters)
+
+
+def test_papermill_ends_with_the_message(tmp_path, fault):
+    done = papermill("04_logit_spectra", tmp_path, "-p", "model", "smollm2")
+    assert done.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
+    message = last_line(done)
+    assert re.search(r"unknown model 'smollm2': did you mean 'smollm2-135m'", message)
+    fault.saw(message, "nothing, but the notebook with the error in it")
+
+
+CODE = "\"\"\"\n'); import pathlib; pathlib.Path('run').touch() #"
+
+
+def test_a_parameter_that_carries_code(tmp_path, fault):
+    """Neither its quotes nor YAML's own objects are anything but a name."""
+    tagged = '!!python/object/apply:pathlib.Path.touch ["run"]'
+    for option in (["-p", "model", CODE], ["-y", "model: " + json.dumps(CODE)]):
+        done = papermill("03_weight_spectra", tmp_path, *option)
+        assert done.returncode == 1
+        assert "unknown model" in last_line(done), done.stderr[-2000:]
+    fault.saw(last_line(done), "nothing, but the notebook with the error in it")
+    assert papermill("03_weight_spectra", tmp_path, "-y", f"model: {tagged}").returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
 
 
 @pytest.mark.parametrize(
