@@ -1278,19 +1278,19 @@ def _scratch(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as locks:
-            with contextlib.ExitStack() as alone:
-                can_lock = alone.enter_context(_locked(parent, wait=True))
-                for left in parent.glob(".part-*") if can_lock else ():
-                    with _locked(left) as unused:
-                        if unused:
-                            shutil.rmtree(left, ignore_errors=True)
-                folder = tempfile.TemporaryDirectory(
+        for left in parent.glob(".part-*"):
+            with _locked(left) as unused:
+                if unused:
+                    shutil.rmtree(left, ignore_errors=True)
+        with contextlib.ExitStack() as exits:
+            folder = None
+            while folder is None or not folder.exists():  # another run took it for a killed one's
+                made = tempfile.TemporaryDirectory(
                     dir=parent, prefix=".part-", ignore_cleanup_errors=True
                 )
-                locks.enter_context(_locked(Path(folder.name)))
-            with folder:
-                yield Path(folder.name)
+                folder = Path(exits.enter_context(made))
+                exits.enter_context(_locked(folder, wait=True))
+            yield folder
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or _first_line(error)
         raise OSError(
@@ -1550,7 +1550,7 @@ def _require_counts(settings: dict, shapes: list[list[int]]) -> None:
         if isinstance(value, dict):
             _require_counts(value, shapes)
         elif re.match(r"(num|n)_|.*_count$", name) and isinstance(value, int) and value > limit:
-            raise ValueError(f"{name} is {value} in its configuration, which its weights cannot be")
+            raise ValueError(f"its configuration has {name} {value}, its weights no room for that")
 
 
 def _require_room(config, shapes: list[list[int]]) -> None:
@@ -1619,9 +1619,10 @@ def _located(name: str) -> tuple[Path, dict]:
         return path, {**provenance, "model_origin": "local folder", "model_sha256": digest}
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
-    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", name, re.ASCII):
-        folder = _from_hub(*match.groups())
-        return folder, {**provenance, "model_origin": match[1], "model_revision": folder.name}
+    hub_id = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", name, re.ASCII)
+    if hub_id and ".." not in name:
+        folder = _from_hub(*hub_id.groups())
+        return folder, {**provenance, "model_origin": hub_id[1], "model_revision": folder.name}
     raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
 
 
@@ -1687,12 +1688,12 @@ def _from_hub(repository: str, revision: str | None) -> Path:
 class _BoundedReader(gguf.GGUFReader):
     """A reader that ends where the file does, whatever number of things it says to hold."""
 
-    reads = 0
+    reads, limit = 0, 5_000_000  # a vocabulary of 262,144 tokens takes 2 million
 
     def _get(self, offset, dtype, count=1, override_order=None):
         self.reads += 1
         end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if end > len(self.data) or self.reads > 5_000_000:  # 2 million for 262,144 tokens
+        if end > len(self.data) or self.reads > self.limit:
             raise ValueError(f"it holds less than it says at byte {offset}")
         return super()._get(offset, dtype, count, override_order)
 
@@ -1710,7 +1711,8 @@ def _gguf_contents(path: Path, label: str) -> tuple[dict, list[list[int]]]:
         if sum(tensor.n_bytes for tensor in reader.tensors) > path.stat().st_size:
             raise ValueError("its tensors overlap")
         prefix = f"{fields['general.architecture']}."
-        _require_counts(fields, shapes)
+        counts = {name: value for name, value in fields.items() if not name.startswith("GGUF.")}
+        _require_counts(counts, shapes)
     except Exception as error:
         raise RuntimeError(
             f"{label} is not a whole GGUF file ({_first_line(error)}): get it again"
@@ -1890,11 +1892,15 @@ def save_table(table: pd.DataFrame, path: Path, provenance: dict) -> None:
 
     The last of these lines is a checksum of all the others.
     """
+    content = _as_csv(table, provenance)
+    _write(Path(path), lambda part: part.write_text(content, "utf-8"))
+
+
+def _as_csv(table: pd.DataFrame, provenance: dict) -> str:
     facts = _with_versions(provenance).items()
     head = [f"# {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in facts]
     body = table.to_csv(index=False, float_format="%.6g", lineterminator="\n").splitlines()
-    lines = [*head, f'# sha256: "{_digest([*head, *body])}"', *body, ""]
-    _write(Path(path), lambda part: part.write_text("\n".join(lines), "utf-8"))
+    return "\n".join([*head, f'# sha256: "{_digest([*head, *body])}"', *body, ""])
 
 
 def _digest(lines: list[str]) -> str:
@@ -1972,7 +1978,10 @@ def range_verdict(values, low: float, high: float) -> str:
 
 def answer(claim_id: str, measured: str, verdict: str, model: str = "") -> dict:
     """One row of a claims table; prints the verdict as one line."""
-    claim = load_claims()[claim_id]
+    claims = load_claims()
+    if claim_id not in claims:
+        raise ValueError(f"data/claims.toml has no claim {claim_id!r}: {', '.join(claims)}")
+    claim = claims[claim_id]
     if verdict not in VERDICTS:
         raise ValueError(f"verdict must be one of {', '.join(VERDICTS)}, found {verdict!r}")
     print(f"{claim_id}  paper: {claim['paper']}  measured: {measured}  -> {verdict}")
@@ -2058,10 +2067,15 @@ def figure_style() -> None:
 
 def save_figure(figure: plt.Figure, slug: str, plotted: pd.DataFrame, output: Path) -> None:
     """Save figures/<slug>.svg and .png, and the plotted numbers as data/figures/<slug>.csv."""
-    folder = Path(output) / "figures"
-    _write(folder / f"{slug}.svg", lambda part: figure.savefig(part, metadata={"Date": None}))
-    _write(folder / f"{slug}.png", lambda part: figure.savefig(part, dpi=150))
-    save_table(plotted, Path(output) / "data" / "figures" / f"{slug}.csv", {"figure": slug})
+    places = {".svg": "figures", ".png": "figures", ".csv": "data/figures"}
+    with _scratch(Path(output)) as folder:
+        figure.savefig(folder / f"{slug}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"{slug}.png", dpi=150)
+        (folder / f"{slug}.csv").write_text(_as_csv(plotted, {"figure": slug}), "utf-8")
+        for suffix, place in places.items():
+            path = Path(output, place, f"{slug}{suffix}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / path.name, path)
 
 
 def plot_cumulative(ax: plt.Axes, sigma: Tensor, label: str, **line) -> pd.DataFrame:

@@ -1,6 +1,10 @@
 """What several test files use: tiny random models, a small tokenizer, the default model."""
 
+import contextlib
+import re
+import resource
 import subprocess
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -80,6 +84,23 @@ def cache(tmp_path, monkeypatch):
     """An empty cache folder."""
     monkeypatch.setattr(helpers, "CACHE", tmp_path / "cache")
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def little_memory():
+    """with little_memory(): no more than 500 MB can be taken."""
+
+    @contextlib.contextmanager
+    def bounded():
+        data = int(re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (data * 1024 + 500 * 10**6, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    return bounded if Path("/proc/self/status").exists() else contextlib.nullcontext
 
 
 @pytest.fixture

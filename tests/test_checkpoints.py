@@ -5,7 +5,9 @@ The hub is a server on this machine.
 
 import copy
 import json
+import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,8 @@ import safetensors.torch
 import torch
 import transformers
 from huggingface_hub import constants
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import families
@@ -315,8 +319,107 @@ def with_a_truncated_shard(folder):
 
 LACKS, BESIDE = "needs config.json and model.safetensors", "not a safetensors file beside it"
 INDEX = "index.json is not an index of shards: get it again"
+
+
+def with_a_header(change):
+    """Another header of model.safetensors: change(its length, its JSON) → (length, JSON)."""
+
+    def changed(folder):
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        length, header = change(length, json.loads(content[8 : 8 + length]))
+        if not isinstance(header, bytes):
+            header = json.dumps(header).encode()
+            length = len(header) if length is None else length
+        path.write_bytes(length.to_bytes(8, "little") + header + content[8 + length :])
+
+    return changed
+
+
+def moved(header, **changes):
+    """The header with other facts of one tensor."""
+    return {**header, KEY: {**header[KEY], **changes}}
+
+
+class Code:
+    """What would run if a pickle of it were loaded."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("run"),))
+
+
+def code_in(name, as_pickle):
+    def change(folder):
+        content = (
+            pickle.dumps(Code()) if as_pickle else b"from pathlib import Path; Path('run').touch()"
+        )
+        (folder / name).write_bytes(content)
+        if name.endswith(".bin"):
+            (folder / "model.safetensors").unlink()
+
+    return change
+
+
+def with_code_of_its_own(file, key):
+    """A Python file beside the weights, and a setting that names it."""
+
+    def change(folder):
+        code_in("own.py", False)(folder)
+        path = folder / file
+        settings = json.loads(path.read_text()) | {"auto_map": {key: "own.Own"}}
+        path.write_text(json.dumps(settings | {"model_type": "own", "tokenizer_class": "Own"}))
+
+    return change
+
+
+DAMAGED = "safetensors is damaged"
+HOSTILE = {
+    "a header of 2^60 bytes": (with_a_header(lambda _, header: (2**60, header)), DAMAGED),
+    "a header beyond the file": (with_a_header(lambda _, header: (10**8, header)), DAMAGED),
+    "a header that is not JSON": (with_a_header(lambda n, _: (n, b"{" * n)), DAMAGED),
+    "a tensor beyond the file": (
+        with_a_header(lambda _, h: (None, moved(h, data_offsets=[0, 2**50]))),
+        DAMAGED,
+    ),
+    "a tensor over another": (
+        with_a_header(lambda _, h: (None, moved(h, data_offsets=h[QUERY]["data_offsets"]))),
+        DAMAGED,
+    ),
+    "a shape of 2^60 numbers": (
+        with_a_header(lambda _, h: (None, moved(h, shape=[2**30, 2**30]))),
+        DAMAGED,
+    ),
+    "a pickle called safetensors": (code_in("model.safetensors", True), DAMAGED),
+    "a pickle with code": (code_in("pytorch_model.bin", True), LACKS),
+    "10^9 layers": (
+        configured(num_hidden_layers=10**9),
+        "num_hidden_layers 1000000000, its weights",
+    ),
+    "10^9 heads": (
+        configured(num_attention_heads=10**9),
+        "num_attention_heads 1000000000, its weights",
+    ),
+    "10^9 experts": (
+        configured(model_type="mixtral", num_local_experts=10**9),
+        "num_local_experts 1000000000, its weights",
+    ),
+    "10^9 layers of a part": (
+        configured(text_config={"n_layer": 10**9}),
+        "n_layer 1000000000, its weights",
+    ),
+    "code for its configuration": (
+        with_code_of_its_own("config.json", "AutoConfig"),
+        "custom code",
+    ),
+    "a million brackets": (
+        lambda folder: (folder / "config.json").write_text("[" * 10**6),
+        "cannot load model|recursion",
+    ),
+}
 # What neither load_model nor load_checkpoint takes.
 DEFECTS = {
+    **HOSTILE,
     "no config": (lambda folder: (folder / "config.json").unlink(), LACKS),
     "config damaged": (lambda folder: (folder / "config.json").write_text("{"), "config"),
     "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json"),
@@ -352,9 +455,11 @@ DEFECTS = {
 
 @pytest.mark.parametrize("load", [helpers.load_model, helpers.load_checkpoint])
 @pytest.mark.parametrize(("defect", "message"), DEFECTS.values(), ids=DEFECTS)
-def test_a_folder_with(folder, load, defect, message, fault):
+def test_a_folder_with(folder, load, defect, message, fault, little_memory, monkeypatch):
+    """None of its code runs, and what it says of itself takes no memory."""
+    monkeypatch.chdir(folder)
     defect(folder)
-    with fault.raises(RuntimeError, message, keeps=folder):
+    with fault.raises(RuntimeError, message, keeps=folder), little_memory():
         load(str(folder))
     assert fault.message.startswith(f"cannot load model '{folder}': ")
 
@@ -432,6 +537,121 @@ def test_weights_that_are_not_of_their_configuration(folder, defect, message, _,
     with fault.raises(RuntimeError, message, keeps=folder):
         helpers.load_model(str(folder))
     assert fault.message.startswith(f"cannot load model '{folder}': ")
+
+
+WIDE = {
+    "10^12 words": (
+        configured(vocab_size=10**12),
+        "its configuration is of [0-9,]+ numbers, the fil",
+    ),
+    "10^12 inner": (configured(intermediate_size=10**12), "is of [0-9,]+ numbers, the files hold"),
+    "a tokenizer with code": (
+        with_code_of_its_own("tokenizer_config.json", "AutoTokenizer"),
+        "custom code|does not exist|Own",
+    ),
+}
+
+
+@pytest.mark.parametrize(("defect", "message"), WIDE.values(), ids=WIDE)
+def test_a_model_to_run_with(folder, defect, message, fault, little_memory, monkeypatch):
+    monkeypatch.chdir(folder)
+    defect(folder)
+    with fault.raises(RuntimeError, message, keeps=folder), little_memory():
+        helpers.load_model(str(folder))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_with_a(folder, value, fault):
+    spoilt = tensors_of(folder)[KEY].clone()
+    spoilt[2, 3] = value
+    changed(**{KEY: spoilt})(folder)
+    with fault.raises(RuntimeError, "k_proj.weight has NaN or infinite entries", keeps=folder):
+        helpers.load_model(str(folder))
+    with fault.raises(ValueError, "k_proj.weight in layer 1 of llama has NaN or inf", keeps=folder):
+        list(helpers.head_weights(helpers.load_checkpoint(str(folder))))
+
+
+def test_a_model_in_memory_with_a_nan(tiny_model, fault):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = math.nan
+    with fault.raises(RuntimeError, "llama: its logits are NaN or infinite"):
+        helpers.record_attention(model, torch.arange(9), lambda *_: None)
+
+
+SMALLEST = [
+    ("llama", {"num_hidden_layers": 1}),
+    ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    ("llama", {"head_dim": 2}),
+    ("gpt2", {"n_layer": 1, "n_head": 1, "n_embd": 7}),
+    ("gpt2", {"n_embd": 20, "n_head": 4}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), SMALLEST, ids=str)
+def test_the_smallest_models_are_models(tmp_path, family, changes, tokenizer):
+    """One layer, one head, heads of two dimensions, of an odd number of them."""
+    model = families.tiny(family, vocab_size=len(tokenizer), **changes)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    source = helpers.load_model(str(tmp_path))
+    layers = list(helpers.head_weights(helpers.load_checkpoint(str(tmp_path))))
+    seen = []
+    helpers.record_attention(source.model, torch.arange(9), lambda *shown: seen.append(shown))
+    assert len(seen) == len(layers) == model.config.num_hidden_layers
+    for (_, queries, keys, scale), weights in zip(seen, layers, strict=True):
+        sigma = helpers.logit_singular_values(queries, keys, scale)
+        assert helpers.threshold_rank(sigma).shape == weights.W_Q.shape[:1] == queries.shape[:1]
+        assert weights.W_K.shape[:2] == (len(keys), keys.shape[-1])
+
+
+def test_heads_of_an_odd_dimension_in_a_rotary_embedding(folder, fault):
+    configured(head_dim=7)(folder)
+    with fault.raises(RuntimeError, "RoPE requires an even rotary dimension", keeps=folder):
+        helpers.load_model(str(folder))
+
+
+def test_a_model_that_does_not_run(tiny_model, fault):
+    with fault.raises(RuntimeError, "llama: the model itself does not run: index out of range"):
+        helpers.record_attention(tiny_model("llama"), torch.tensor([1, 10**6]), lambda *_: None)
+
+
+INDEXES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(INDEXES | st.fixed_dictionaries({"weight_map": INDEXES}))
+def test_any_index_of_shards_ends_in_one_line(tmp_path_factory, index):
+    folder = tmp_path_factory.getbasetemp() / "any index"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), errors="replace")
+    with pytest.raises(RuntimeError, match="cannot load model") as raised:
+        helpers.load_checkpoint(str(folder))
+    one_line(raised)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_as_weights_end_in_one_line(tmp_path_factory, content):
+    folder = tmp_path_factory.getbasetemp() / "any weights"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(RuntimeError, match="cannot load model") as raised:
+        helpers.load_checkpoint(str(folder))
+    one_line(raised)
+
+
+REVISIONS = ["../../../etc/hostname", "a/../../b", "..", "/etc", "-x/./y"]
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_a_revision_that_climbs(hub, cache, revision, fault):
+    with fault.raises((ValueError, RuntimeError), "unknown model", keeps=cache.parent):
+        helpers.load_model(f"some/model@{revision}")
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize(("defect", "_", "message"), UNFIT.values(), ids=UNFIT)

@@ -1,9 +1,14 @@
 """GGUF files: converted once and faithfully, or refused."""
 
+import math
+import re
+
 import gguf
 import numpy as np
 import pytest
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ggufs
 import helpers
@@ -67,6 +72,132 @@ def test_a_gguf_file_cut_short(cache, tmp_path, tiny_gguf, keep, fault):
     path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
     with fault.raises((ValueError, RuntimeError), r"damaged\.gguf", keeps=cache):
         helpers.load_model(str(path))
+
+
+# What a file says of itself ---------------------------------------------------------------------
+
+
+def u32(number):
+    return number.to_bytes(4, "little")
+
+
+def u64(number):
+    return number.to_bytes(8, "little")
+
+
+def string(text):
+    return u64(len(text)) + text.encode()
+
+
+STRING, ARRAY, BYTE, WORD = u32(8), u32(9), u32(0), u32(4)
+NAME = string("general.architecture") + STRING + string("llama")
+
+
+def head(*fields, tensors=0, count=None):
+    count = len(fields) if count is None else count
+    return b"GGUF" + u32(3) + u64(tensors) + u64(count) + b"".join(fields)
+
+
+def tensor(name, *dims, at=0, kind=0):
+    sizes = b"".join(map(u64, dims))
+    return string(name) + u32(len(dims)) + sizes + u32(kind) + u64(at)
+
+
+def array(*parts):
+    return string("tokenizer.ggml.tokens") + ARRAY + b"".join(parts)
+
+
+NOT_WHOLE = r"hostile\.gguf is not a whole GGUF file \(.+\): get it again"
+LESS = r"it holds less than it says at byte \d+"
+HOSTILE = {
+    "2^60 fields": (head(NAME, count=2**60), LESS),
+    "2^60 tensors": (head(NAME, tensors=2**60), LESS),
+    "a name of 2^60 letters": (head(u64(2**60) + b"x"), LESS),
+    "an array of 2^60 bytes": (head(NAME, array(BYTE, u64(2**60))) + bytes(999), LESS),
+    "an array of 2^60 strings": (head(NAME, array(STRING, u64(2**60))) + bytes(999), LESS),
+    "arrays in arrays": (head(NAME, array(*[ARRAY + u64(1)] * 5000)), "recursion"),
+    "a type of no kind": (head(NAME, string("x") + u32(99)), "not a valid GGUFValueType"),
+    "2^32 dimensions": (
+        head(NAME, tensors=1) + string("output.weight") + u32(2**32 - 1) + bytes(99),
+        LESS,
+    ),
+    "a tensor of 2^62 numbers": (
+        head(NAME, tensors=1) + tensor("output.weight", 2**31, 2**31) + bytes(999),
+        "less than it says|cannot reshape",
+    ),
+    "a tensor whose size overflows": (
+        head(NAME, tensors=1) + tensor("output.weight", 2**32, 2**32) + bytes(999),
+        "less than it says|cannot reshape|overflow",
+    ),
+    "a tensor of no kind": (head(NAME, tensors=1) + tensor("x", 4, kind=99) + bytes(99), "99"),
+    "tensors that share their bytes": (
+        head(NAME, tensors=9) + b"".join(tensor(f"x{i}", 100) for i in range(9)) + bytes(999),
+        "its tensors overlap",
+    ),
+    "10^9 layers": (
+        head(NAME, string("llama.block_count") + WORD + u32(10**9)),
+        "llama.block_count 1000000000",
+    ),
+    "10^9 heads": (
+        head(NAME, string("llama.attention.head_count") + WORD + u32(10**9)),
+        "llama.attention.head_count 1000000000",
+    ),
+    "no architecture": (head(string("x") + WORD + u32(1)), "general.architecture"),
+    "a pickle": (b"\x80\x04cpathlib\nPath\n", "GGUF magic invalid"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_gguf_file_with(cache, tmp_path, content, message, fault, little_memory):
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(content)
+    with fault.raises(RuntimeError, NOT_WHOLE, keeps=cache), little_memory():
+        helpers.load_model(str(path))
+    assert re.search(message, fault.message), fault.message
+
+
+def test_a_gguf_file_with_more_in_it_than_is_read(cache, tmp_path, monkeypatch, fault):
+    """Each entry of an array takes the library a hundred times its size in memory."""
+    monkeypatch.setattr(helpers._BoundedReader, "limit", 10_000)
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(head(NAME, array(BYTE, u64(20_000))) + bytes(20_000))
+    with fault.raises(RuntimeError, LESS, keeps=cache):
+        helpers.load_model(str(path))
+
+
+SIZES = ["llama.embedding_length", "llama.feed_forward_length"]
+
+
+@pytest.mark.parametrize("field", SIZES)
+def test_a_gguf_file_of_absurd(cache, tmp_path, tiny_gguf, field, fault, little_memory):
+    """As large as a 32-bit number can tell."""
+    content = tiny_gguf.read_bytes()
+    at = content.index(field.encode()) + len(field) + 4
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(content[:at] + u32(2**31 - 1) + content[at + 4 :])
+    with fault.raises(RuntimeError, "cannot convert", keeps=cache), little_memory():
+        helpers.load_model(str(path))
+
+
+@given(st.data())
+def test_a_gguf_file_with_other_bytes_is_read_or_ends_in_one_line(
+    tmp_path_factory, tiny_gguf, data
+):
+    """Where its facts stand: what it holds of weights is anything."""
+    content = bytearray(tiny_gguf.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, 20_000))
+        other = data.draw(st.binary(min_size=1, max_size=8))
+        content[at : at + len(other)] = other
+    path = tmp_path_factory.getbasetemp() / "other.gguf"
+    path.write_bytes(content)
+    try:
+        fields, shapes = helpers._gguf_contents(path, "other.gguf")
+    except (RuntimeError, ValueError) as error:
+        assert "\n" not in str(error)
+    else:
+        assert fields
+        assert sum(map(math.prod, shapes)) <= 8 * len(content)
 
 
 # Faithful, or refused -------------------------------------------------------------------------

@@ -4,10 +4,13 @@ import json
 import math
 import tomllib
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import safetensors
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 import helpers
@@ -91,6 +94,104 @@ def test_results_made_otherwise(tmp_path, save, load, content, key, value, fault
 def test_a_missing_result(tmp_path, save, load, content, fault):
     with fault.raises(FileNotFoundError, r"nothing is missing: run the notebook that"):
         load(tmp_path / "nothing")
+
+
+def edited(change):
+    """A change of a table's text."""
+    return lambda path: path.write_text(change(path.read_text("utf-8")), "utf-8")
+
+
+def without_a_column(text):
+    *facts, header, first, second, third, _ = text.split("\n")
+    return "\n".join([*facts, *(line.rsplit(",", 1)[0] for line in (header, first, second, third))])
+
+
+EDITS = {
+    "a column missing": edited(without_a_column),
+    "a number changed": edited(lambda text: text.replace("0,1,7", "0,1,8")),
+    "a NaN": edited(lambda text: text.replace("0,1,7", "0,1,NaN")),
+    "a head twice": edited(lambda text: text + "1,0,31,1e-09\n"),
+    "a head missing": edited(lambda text: text.replace("0,1,7,0.333333\n", "")),
+    "another model": edited(lambda text: text.replace('"tiny"', '"tinier"')),
+    "a fact missing": edited(lambda text: text.replace('# text: "poème"\n', "")),
+    "a fact that is not JSON": edited(lambda text: text.replace('"tiny"', "tiny")),
+    "no facts": edited(lambda text: text[text.index("layer") :]),
+    "an end half-way": edited(lambda text: text[: len(text) // 2]),
+    "no lines": lambda path: path.write_bytes(b""),
+    "bytes that are no text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_table_that_was_given(tmp_path, edit, fault):
+    path = tmp_path / "heads.csv"
+    helpers.save_table(TABLE, path, PROVENANCE)
+    before = path.read_bytes()
+    edit(path)
+    assert path.read_bytes() != before
+    with fault.raises(ValueError, r"heads\.csv is not as it was written: run the notebook that"):
+        helpers.load_table(path)
+
+
+def test_a_table_whose_line_ends_were_converted_is_the_same(tmp_path):
+    """As git does on some systems."""
+    path = tmp_path / "heads.csv"
+    helpers.save_table(TABLE, path, PROVENANCE)
+    before = helpers.load_table(path)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert_frame_equal(helpers.load_table(path), before)
+
+
+def other_spectra(path, sigma=SPECTRA, **metadata):
+    safetensors.torch.save_file({"sigma": sigma.float().contiguous()}, path, metadata)
+
+
+DAMAGE = {
+    "its end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x99"),
+    "everything": lambda path: path.write_bytes(b""),
+    "its provenance": other_spectra,
+    "the form of its provenance": lambda path: other_spectra(path, provenance="[]"),
+    "its checksum": lambda path: other_spectra(path, provenance='{"sha256": 0}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_spectra_that_lost(tmp_path, damage, fault):
+    path = tmp_path / "heads.safetensors"
+    helpers.save_spectra(SPECTRA, path, PROVENANCE)
+    damage(path)
+    with fault.raises(ValueError, r"heads\.safetensors is not as it was written: run the"):
+        helpers.load_spectra(path)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_no_table_of_ours(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.csv"
+    path.write_text(text, "utf-8", errors="surrogatepass")
+    with pytest.raises(ValueError, match="is not as it was written"):
+        helpers.load_table(path)
+
+
+def a_table(disk):
+    helpers.save_table(pd.DataFrame({"x": range(50_000)}), disk / "x.csv", {})
+
+
+def spectra(disk):
+    helpers.save_spectra(torch.rand(3, 4, 9000), disk / "x.safetensors", {})
+
+
+def a_figure(disk):
+    helpers.save_figure(plt.figure(), "01_x", pd.DataFrame({"x": range(50_000)}), disk)
+
+
+@pytest.mark.parametrize("write", [a_table, spectra, a_figure])
+def test_a_full_disk_below(small_disk, write, fault):
+    disk = small_disk("100k")
+    (disk / "old").write_bytes(bytes(95 * 1024))
+    with fault.raises(OSError, "cannot write into .*No space left on device.*: free space", disk):
+        write(disk)
+    plt.close("all")
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
@@ -180,13 +281,13 @@ def test_an_answer_is_a_line_and_a_row(capsys):
 
 
 @pytest.mark.parametrize("verdict", ["true", "Reproduced", ""])
-def test_an_answer_in_other_words_is_refused(verdict):
-    with pytest.raises(ValueError, match="verdict must be one of reproduced, partly"):
+def test_an_answer_in_other_words(verdict, fault):
+    with fault.raises(ValueError, "verdict must be one of reproduced, partly"):
         helpers.answer("P2-heads", "13", verdict)
 
 
-def test_an_answer_to_no_claim_is_refused():
-    with pytest.raises((KeyError, ValueError), match="P99"):
+def test_an_answer_to_no_claim(fault):
+    with fault.raises(ValueError, "data/claims.toml has no claim 'P99'"):
         helpers.answer("P99", "13", "partly")
 
 
@@ -295,3 +396,11 @@ def test_readme_updated_twice_is_the_same(repository):
     once = (repository / "README.md").read_text("utf-8")
     helpers.update_readme(repository, helpers.readme_tables(repository))
     assert (repository / "README.md").read_text("utf-8") == once
+
+
+@pytest.mark.parametrize("mark", ["<!-- second -->", "<!-- /second -->"])
+def test_a_readme_without_a_mark(repository, mark, fault):
+    path = repository / "README.md"
+    path.write_text(README.replace(mark, ""))
+    with fault.raises(ValueError, "README.md needs <!-- second --> and then <!-- /second -->"):
+        helpers.update_readme(repository, helpers.readme_tables(repository))
