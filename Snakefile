@@ -100,6 +100,21 @@ if not (workflow.output_settings.dryrun or workflow.output_settings.verbose):
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 if workflow.is_main_process and not workflow.output_settings.dryrun:
+    # Before anything runs: what no notebook could use.
+    import helpers
+
+    try:
+        for name in MODELS.values():
+            helpers.model_kind(name)
+        for name in TEXTS:
+            helpers.text_kind(name)
+        helpers.named_results("models", list(MODELS.values()))
+        helpers.named_results("texts", TEXTS)
+        least = {"context": 4, "stability_context": 2, "windows": 2}
+        for name in least:
+            helpers.require_whole(name, config[name], least[name])
+    except ValueError as error:
+        sys.exit(f"{error}")
     # The system drops this lock with the process that holds it, however that ends. Snakemake's
     # own lock (off by --nolock) would outlive a killed run and block the next.
     BUILD.mkdir(parents=True, exist_ok=True)

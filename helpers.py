@@ -1391,31 +1391,44 @@ def _member(source: dict) -> bytes:
     return content
 
 
+def text_kind(name: str) -> str:
+    """What the name of a text stands for: a "source", "gutenberg" or a "file"; fetches nothing.
+
+    Raises ValueError for a name that is none of these.
+    """
+    _require_name("text", name)
+    if name in _sources("texts"):
+        return "source"
+    if re.fullmatch(r"gutenberg:[0-9]+", name):
+        return "gutenberg"
+    if os.path.isfile(name):
+        return "file"
+    if Path(name).suffix or "/" in name:
+        raise ValueError(f"text file {name!r} not found from {Path.cwd()}: check the path")
+    raise _unknown("text", name, "a text file, or gutenberg:<id>")
+
+
 def load_text(name: str) -> LoadedText:
     """A text of data/sources.toml, a local UTF-8 file, or `gutenberg:<id>`; newlines are \\n.
 
     Raises ValueError for an unknown name or a file that is empty or not UTF-8, RuntimeError
     where it cannot be fetched or verified.
     """
-    _require_name("text", name)
-    sources = _sources("texts")
-    if name in sources:
-        source = sources[name]
+    kind = text_kind(name)
+    if kind == "source":
+        source = _sources("texts")[name]
         content, origin = _member(source), source["origin"]
         if source["member"].endswith(".jsonl"):
             verses = (json.loads(line)["text"] for line in content.splitlines())
             content = "\n".join(verses).encode()
         text = _cut(_decoded(content, name), source.get("first_line"), source.get("end_marker"))
-    elif match := re.fullmatch(r"gutenberg:(\d+)", name):
-        text, origin = _gutenberg(match[1]), f"Project Gutenberg #{match[1]}"
-    elif os.path.isfile(name):
+    elif kind == "gutenberg":
+        number = name.removeprefix("gutenberg:")
+        text, origin = _gutenberg(number), f"Project Gutenberg #{number}"
+    else:
         with _one_line(f"cannot read text {name!r}"), open(name, "rb") as file:
             content = file.read(TEXT_LIMIT + 1)
         text, origin = _decoded(content, name), "local file"
-    elif Path(name).suffix or "/" in name:
-        raise ValueError(f"text file {name!r} not found from {Path.cwd()}: check the path")
-    else:
-        raise _unknown("text", name, "a text file, or gutenberg:<id>")
     if not text.strip():
         raise ValueError(f"text {name!r} is empty: give a text with words in it")
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -1596,34 +1609,52 @@ def _first_line(error: Exception) -> str:
     return said.splitlines()[0]
 
 
+_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+
+
+def model_kind(name: str) -> str:
+    """What the name of a model stands for: a "source", "gguf", "folder" or "hub"; fetches nothing.
+
+    Raises ValueError for a name that is none of these.
+    """
+    _require_name("model", name)
+    if name in _sources("models"):
+        return "source"
+    if name.endswith(".gguf") and os.path.isfile(name):
+        return "gguf"
+    if os.path.isdir(name):
+        return "folder"
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")):
+        raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
+    if _HUB_ID.fullmatch(name) and ".." not in name:
+        return "hub"
+    raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
+
+
 def _located(name: str) -> tuple[Path, dict]:
     """The folder of a model's config.json, tokenizer and safetensors; the model's provenance."""
-    _require_name("model", name)
+    kind = model_kind(name)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    provenance = {"model": results_name(name)}
-    path, sources = Path(name), _sources("models")
-    if name in sources:
-        origin, digest = sources[name]["origin"], sources[name]["sha256"]
-        folder = _converted(name, digest, name, lambda: _member(sources[name]))
-        return folder, {**provenance, "model_origin": origin, "model_sha256": digest}
-    if path.suffix == ".gguf" and os.path.isfile(name):
-        digest = _sha256(path)
+    provenance, path = {"model": results_name(name)}, Path(name)
+    if kind == "source":
+        source = _sources("models")[name]
+        origin, digest = source["origin"], source["sha256"]
+        folder = _converted(name, digest, name, lambda: _member(source))
+    elif kind == "gguf":
+        origin, digest = "local GGUF file", _sha256(path)
         folder = _converted(f"gguf-{digest[:16]}", digest, name, path.read_bytes)
-        return folder, {**provenance, "model_origin": "local GGUF file", "model_sha256": digest}
-    if os.path.isdir(name):
+    elif kind == "folder":
         with _one_line(f"cannot load model {name!r}"):
             files = sorted(set(_weight_files(path).values()))
             digests = "".join(_sha256(path / file) for file in files)
-        digest = hashlib.sha256(digests.encode()).hexdigest()
-        return path, {**provenance, "model_origin": "local folder", "model_sha256": digest}
-    if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
-        raise ValueError(f"model {name!r} not found from {Path.cwd()}: check the path")
-    hub_id = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", name, re.ASCII)
-    if hub_id and ".." not in name:
-        folder = _from_hub(*hub_id.groups())
-        return folder, {**provenance, "model_origin": hub_id[1], "model_revision": folder.name}
-    raise _unknown("model", name, "a hub id such as openai-community/gpt2, a folder, a .gguf file")
+        origin, digest = "local folder", hashlib.sha256(digests.encode()).hexdigest()
+        folder = path
+    else:
+        repository, revision = _HUB_ID.fullmatch(name).groups()
+        folder = _from_hub(repository, revision)
+        return folder, {**provenance, "model_origin": repository, "model_revision": folder.name}
+    return folder, {**provenance, "model_origin": origin, "model_sha256": digest}
 
 
 def _weight_files(folder: Path) -> dict[str, str]:

@@ -4,6 +4,10 @@ import contextlib
 import hashlib
 import http.server
 import io
+import os
+import signal
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -116,3 +120,52 @@ def run_cells(notebook, folder, /, **parameters):
                 space |= parameters
     plt.close("all")
     return printed.getvalue()
+
+
+# A tiny run of the workflow: one text, short windows.
+SMALL = ["texts=alice", "context=128", "stability_context=96", "windows=2", "lengths=[32, 128]"]
+
+
+def run(*command, cwd, **options):
+    """Run a Python module as a user would, from `cwd`; returns the finished process."""
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def last_line(process):
+    return process.stderr.strip().splitlines()[-1]
+
+
+def workflow(output, *targets):
+    """The command of a small run into a folder of its own."""
+    settings = [*SMALL, f"output={output}", f"build={output}/build"]
+    return ["snakemake", "--cores", "1", "--nolock", "--rerun-incomplete", "--force-use-threads",
+            "--snakefile", helpers.ROOT / "Snakefile", *targets, "--config", *settings]  # fmt: skip
+
+
+def started(output, *targets):
+    """A small run that goes on by itself, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *map(str, workflow(output, *targets))],
+        cwd=helpers.ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def killed(process):
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def results_of(folder):
+    """Every result file of a run with its bytes."""
+    files = [path for path in sorted(folder.rglob("*.*")) if path.is_file()]
+    results = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: content for name, content in results.items() if not name.startswith("build/")}

@@ -4,6 +4,7 @@ import contextlib
 import re
 import resource
 import subprocess
+import time
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +14,7 @@ import transformers
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+import checks
 import families
 import faults
 import ggufs
@@ -140,6 +142,14 @@ def folder(tmp_path, tiny_llama, tokenizer):
 def tiny_gguf(tmp_path_factory, tiny_llama, tokenizer):
     path = tmp_path_factory.mktemp("gguf") / "tiny v1.gguf"
     return ggufs.write(path, tiny_llama, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """The whole workflow on a small configuration: its folder, the process, its seconds."""
+    folder, start = tmp_path_factory.mktemp("small"), time.monotonic()
+    done = checks.run(*checks.workflow(folder, "results"), cwd=helpers.ROOT)
+    return folder, done, time.monotonic() - start
 
 
 @pytest.fixture(scope="session")

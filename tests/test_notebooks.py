@@ -2,12 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import tomllib
 import xml.etree.ElementTree as ET
@@ -25,36 +21,22 @@ import bench
 import families
 import ggufs
 import helpers
-from checks import code_cells, run_cells, tagged
+from checks import (
+    code_cells,
+    killed,
+    last_line,
+    results_of,
+    run,
+    run_cells,
+    started,
+    tagged,
+    workflow,
+)
 
 NOTEBOOKS = sorted((helpers.ROOT / "notebooks").glob("*.ipynb"))
 BY_NAME = {"argvalues": NOTEBOOKS, "ids": [path.stem for path in NOTEBOOKS]}
 BENCH = helpers.ROOT / bench.RESULTS
 WORDS = "the cat sat on the mat; the rat ate the hat -- " * 20  # the tests' tokenizer knows them
-# A tiny run: two texts, short windows.
-SMALL = ["texts=alice king-james", "context=128", "stability_context=96", "windows=2"]
-SMALL += ["lengths=[32, 128]"]
-
-
-def run(*command, cwd, **options):
-    """Run a Python module as a user would, from `cwd`; returns the finished process."""
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        **options,
-    )
-
-
-def last_line(process):
-    return process.stderr.strip().splitlines()[-1]
-
-
-def snakemake(output, *targets):
-    settings = [*SMALL, f"output={output}", f"build={output}/build"]
-    return ["snakemake", "--cores", "1", "--nolock", "--rerun-incomplete", "--force-use-threads",
-            "--snakefile", helpers.ROOT / "Snakefile", *targets, "--config", *settings]  # fmt: skip
 
 
 # ---- Form -----------------------------------------------------------------------------------
@@ -105,33 +87,52 @@ def test_outputs_name_no_path_of_a_machine(path):
 # ---- Stored outputs against a new run ---------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def rerun(tmp_path_factory):
-    """nbval over a copy of all notebooks, in order and outside the repository: results by name."""
-    folder = tmp_path_factory.mktemp("nbval")
-    for path in NOTEBOOKS:
+RUNTIMES = helpers.load_table(helpers.ROOT / "data/results/runtimes.csv").set_index("notebook")
+LONG = [path for path in NOTEBOOKS if RUNTIMES.seconds[path.stem] > 100]
+SHORT = [path for path in NOTEBOOKS if path not in LONG]
+
+
+# The long ones are left to `make soak`; the small run below has them all.
+@pytest.fixture(
+    scope="module",
+    params=[SHORT, pytest.param(LONG, marks=pytest.mark.soak)],
+    ids=["short", "long"],
+)
+def rerun(request, tmp_path_factory):
+    """nbval over a copy of some notebooks, in order and outside the repository: results by name."""
+    folder, notebooks = tmp_path_factory.mktemp("nbval"), request.param
+    for path in notebooks:
         shutil.copy(path, folder)
     options = ["--nbval-lax", "--nbval-kernel-name=python3", "--junit-xml=report.xml"]
-    done = run(
-        "pytest", *options, "-p", "no:cacheprovider", *(p.name for p in NOTEBOOKS), cwd=folder
-    )
+    options += ["-p", "no:cacheprovider"]
+    done = run("pytest", *options, *(path.name for path in notebooks), cwd=folder)
     assert (folder / "report.xml").is_file(), done.stdout + done.stderr
     cases = ET.parse(folder / "report.xml").iter("testcase")
-    results = {path.stem: [] for path in NOTEBOOKS}
+    results = {path: [] for path in notebooks}
     for case in cases:
-        name = next(
-            stem for stem in results if stem in f"{case.get('classname')}{case.get('name')}"
-        )
+        said = f"{case.get('classname')}{case.get('name')}"
+        path = next(path for path in notebooks if path.stem in said)
         faults = [f.get("message") or f.text for f in [*case.iter("failure"), *case.iter("error")]]
-        results[name].append((case.get("name"), faults))
+        results[path].append((case.get("name"), faults))
     return folder, results
 
 
-@pytest.mark.parametrize("path", **BY_NAME)
-def test_stored_outputs_are_reproduced(path, rerun):
-    results = rerun[1][path.stem]
-    assert len(results) == len(code_cells(path))
-    assert [(name, faults) for name, faults in results if faults] == []
+def test_stored_outputs_are_reproduced(rerun):
+    for path, cells in rerun[1].items():
+        assert len(cells) == len(code_cells(path)), path.stem
+        assert [(path.stem, name, faults) for name, faults in cells if faults] == []
+
+
+def test_rerun_leaves_the_published_numbers(rerun):
+    """The run's tables equal the committed ones: the integers exactly, the floats to 1e-3."""
+    results = rerun[0] / "data" / "results"
+    again = sorted(results.rglob("*.csv"))
+    assert len(again) >= 7
+    for path in again:
+        published = helpers.ROOT / path.relative_to(rerun[0])
+        pd.testing.assert_frame_equal(
+            helpers.load_table(path), helpers.load_table(published), rtol=1e-3, atol=1e-6
+        )
 
 
 def test_a_changed_stored_output_is_noticed(tmp_path):
@@ -146,22 +147,6 @@ def test_a_changed_stored_output_is_noticed(tmp_path):
     done = run("pytest", *options, "changed.ipynb", cwd=tmp_path)
     assert done.returncode == 1
     assert "1 failed" in done.stdout
-
-
-def test_rerun_leaves_the_published_numbers(rerun):
-    """The run's tables equal the committed ones: the integers exactly, the floats to 1e-3."""
-    folder = rerun[0]
-    committed = sorted((helpers.ROOT / "data" / "results").rglob("*.csv"))
-    compared = 0
-    for path in committed:
-        again = folder / path.relative_to(helpers.ROOT)
-        if path.name in ("runtimes.csv", "bench.csv", "second_model.csv"):
-            continue
-        pd.testing.assert_frame_equal(
-            helpers.load_table(again), helpers.load_table(path), rtol=1e-3, atol=1e-6
-        )
-        compared += 1
-    assert compared >= 10
 
 
 def defined_in(notebook, *names):
@@ -215,27 +200,13 @@ def test_verdict_on_p8_turns_if_the_kinds_are_swapped(controls):
 # ---- Runs with other parameters ---------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def small_run(tmp_path_factory):
-    """The whole workflow on a small configuration, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("small")
-    done = run(*snakemake(folder, "results"), cwd=helpers.ROOT)
-    return folder, done
-
-
-def results_of(folder):
-    """Every result file of a run with its bytes."""
-    tables = sorted((folder / "data").rglob("*.*"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in tables}
-
-
 def test_workflow_writes_tables_figures_and_verdicts(small_run):
-    folder, done = small_run
+    folder, done, _ = small_run
     assert done.returncode == 0, done.stderr
     model = folder / "data" / "results" / "smollm2-135m"
     table = helpers.load_table(model / "alice_logit_heads.csv", context=128, mask="full")
     assert len(table) == 270
-    for name in ("weight_heads.csv", "king-james_logit_heads.safetensors", "alice_stability.csv"):
+    for name in ("weight_heads.csv", "alice_logit_heads.safetensors", "alice_stability.csv"):
         assert (model / name).is_file()
     claims = helpers.claim_table(folder)
     assert set(claims.verdict) <= set(helpers.VERDICTS)
@@ -244,24 +215,29 @@ def test_workflow_writes_tables_figures_and_verdicts(small_run):
     assert list(folder.rglob(".part-*")) == []
 
 
-def test_killed_workflow_resumes_to_the_same_results(small_run, tmp_path):
-    command = [sys.executable, "-m", *map(str, snakemake(tmp_path, "results"))]
-    process = subprocess.Popen(
-        command, cwd=helpers.ROOT, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    executed = tmp_path / "build" / "notebooks"
-    while not list(executed.rglob("*.ipynb")) and process.poll() is None:
+SMALLEST = ["02_two_token_control", "smollm2-135m/03_weight_spectra"]
+
+
+def test_a_workflow_that_is_killed(small_run, tmp_path, fault):
+    """In its second notebook; `make soak` kills whole runs at twenty random moments."""
+    notebooks = [f"{tmp_path}/build/notebooks/{name}.ipynb" for name in SMALLEST]
+    targets = list(map(Path, notebooks))
+    process = started(tmp_path, *targets)
+    while not any(target.exists() for target in targets) and process.poll() is None:
         time.sleep(0.05)
-    time.sleep(2)  # into the next notebook
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    finished = {path: path.stat().st_mtime_ns for path in executed.rglob("*.ipynb")}
-    assert 0 < len(finished) < len(NOTEBOOKS)
-    done = run(*snakemake(tmp_path, "results"), cwd=helpers.ROOT)
+    time.sleep(3)  # into the next notebook
+    killed(process)
+    finished = {path: path.stat().st_mtime_ns for path in targets if path.exists()}
+    assert len(finished) == 1
+    done = run(*workflow(tmp_path, *targets), cwd=helpers.ROOT)
     assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
-    assert results_of(tmp_path) == results_of(small_run[0])
+    again, whole = results_of(tmp_path), results_of(small_run[0])
+    assert len(again) > 10
+    assert again == {name: whole[name] for name in again}
+    fault.saw(
+        "(nothing: the next run goes on where it was)", "what was finished; no result is half"
+    )
 
 
 def papermill(notebook, cwd, /, *options):
@@ -539,12 +515,18 @@ def test_a_parameter_that_carries_code(tmp_path, fault):
         ("contxt=64", "no key 'contxt'"),
         ("lengths=long", "lengths must be whole numbers, found 'long'"),
         ("models=a/b a_b", "two models would share a folder: a/b, a_b"),
+        ("models=smollm2", "unknown model 'smollm2': did you mean 'smollm2-135m'"),
+        ("texts=alice no.txt", "text file 'no.txt' not found from"),
+        ("context=half", "context must be a whole number of at least 4, found 'half'"),
+        ("windows=1", "windows must be a whole number of at least 2, found 1"),
     ],
 )
-def test_workflow_refuses_a_wrong_setting(setting, message, tmp_path):
-    done = run(*snakemake(tmp_path, "results"), setting, cwd=helpers.ROOT)
+def test_a_workflow_with(setting, message, tmp_path, fault):
+    done = run(*workflow(tmp_path, "results"), setting, cwd=helpers.ROOT)
     assert done.returncode != 0
-    assert message in done.stderr
+    assert message in last_line(done)
+    assert not [path for path in tmp_path.rglob("*") if path.suffix]
+    fault.saw(last_line(done), "nothing was begun")
 
 
 def test_workflow_knows_its_files_by_full_paths(tmp_path):
@@ -556,10 +538,13 @@ def test_workflow_knows_its_files_by_full_paths(tmp_path):
     assert all(row.startswith(f"{tmp_path.resolve()}/build/notebooks/") for row in rows)
 
 
-def test_failed_workflow_ends_with_the_message(tmp_path):
-    done = run(*snakemake(tmp_path, "results"), "context=9000", cwd=helpers.ROOT)
+def test_a_workflow_whose_notebook_fails(tmp_path, fault):
+    target = tmp_path / "build/notebooks/smollm2-135m/06_stability_bound.ipynb"
+    done = run(*workflow(tmp_path, target), "stability_context=9000", cwd=helpers.ROOT)
     assert done.returncode != 0
     assert re.search(r"context 9000 is beyond the 8192 positions", last_line(done)), done.stderr
+    assert results_of(tmp_path) == {}
+    fault.saw(last_line(done), "nothing, but the notebook with the error in it")
 
 
 # ---- What is published ------------------------------------------------------------------------
