@@ -123,7 +123,8 @@ def run_cells(notebook, folder, /, **parameters):
 
 
 # A tiny run of the workflow: one text, short windows.
-SMALL = ["texts=alice", "context=128", "stability_context=96", "windows=2", "lengths=[32, 128]"]
+SMALL = {"texts": "alice", "context": 128, "stability_context": 96, "windows": 2}
+SMALL["lengths"] = "[32, 128]"
 
 
 def run(*command, cwd, **options):
@@ -141,17 +142,18 @@ def last_line(process):
     return process.stderr.strip().splitlines()[-1]
 
 
-def workflow(output, *targets):
-    """The command of a small run into a folder of its own."""
-    settings = [*SMALL, f"output={output}", f"build={output}/build"]
+def workflow(output, *targets, **changes):
+    """The command of a small run into a folder of its own, with changes of its settings."""
+    settings = {**SMALL, "output": output, "build": f"{output}/build", **changes}
+    settings = [f"{name}={value}" for name, value in settings.items()]
     return ["snakemake", "--cores", "1", "--nolock", "--rerun-incomplete", "--force-use-threads",
             "--snakefile", helpers.ROOT / "Snakefile", *targets, "--config", *settings]  # fmt: skip
 
 
-def started(output, *targets):
+def started(output, *targets, **changes):
     """A small run that goes on by itself, in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", *map(str, workflow(output, *targets))],
+        [sys.executable, "-m", *map(str, workflow(output, *targets, **changes))],
         cwd=helpers.ROOT,
         start_new_session=True,
         stdout=subprocess.DEVNULL,

@@ -522,7 +522,8 @@ def test_a_parameter_that_carries_code(tmp_path, fault):
     ],
 )
 def test_a_workflow_with(setting, message, tmp_path, fault):
-    done = run(*workflow(tmp_path, "results"), setting, cwd=helpers.ROOT)
+    name, value = setting.split("=")
+    done = run(*workflow(tmp_path, "results", **{name: value}), cwd=helpers.ROOT)
     assert done.returncode != 0
     assert message in last_line(done)
     assert not [path for path in tmp_path.rglob("*") if path.suffix]
@@ -540,7 +541,7 @@ def test_workflow_knows_its_files_by_full_paths(tmp_path):
 
 def test_a_workflow_whose_notebook_fails(tmp_path, fault):
     target = tmp_path / "build/notebooks/smollm2-135m/06_stability_bound.ipynb"
-    done = run(*workflow(tmp_path, target), "stability_context=9000", cwd=helpers.ROOT)
+    done = run(*workflow(tmp_path, target, stability_context=9000), cwd=helpers.ROOT)
     assert done.returncode != 0
     assert re.search(r"context 9000 is beyond the 8192 positions", last_line(done)), done.stderr
     assert results_of(tmp_path) == {}

@@ -14,60 +14,85 @@ from checks import killed, last_line, results_of, run, started, workflow
 pytestmark = pytest.mark.soak
 
 
-def assert_done(process, folder, small_run):
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_model, tokenizer):
+    """A model for which a run is little but the starting of notebooks and the writing of results:
+    more of the moments are those at which a file could be left half-written."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-model"
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    return {"models": folder}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, tiny):
+    """The results of a run that ends, and its seconds."""
+    folder, start = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
+    done = run(*workflow(folder, "results", **tiny), cwd=helpers.ROOT)
+    assert done.returncode == 0, done.stderr
+    return results_of(folder), time.monotonic() - start
+
+
+def assert_done(process, folder, undisturbed):
     """A finished run's results are those of the undisturbed one, byte for byte."""
     assert process.returncode == 0, process.stderr
-    assert results_of(folder) == results_of(small_run[0])
+    assert results_of(folder) == undisturbed[0]
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_a_run_killed_at_a_random_moment(small_run, tmp_path, number, fault):
-    moment = random.Random(number).uniform(0, small_run[2])
-    process = started(tmp_path, "results")
+def test_a_run_killed_at_a_random_moment(tiny, undisturbed, tmp_path, number, fault):
+    moment = random.Random(number).uniform(0, undisturbed[1])
+    process = started(tmp_path, "results", **tiny)
     time.sleep(moment)
     if process.poll() is None:
         killed(process)
-    tables = [path for path in tmp_path.rglob("data/results/**/*.csv") if ".part-" not in str(path)]
-    for path in tables:
-        helpers.load_table(path)  # whole, or not there
-    assert_done(run(*workflow(tmp_path, "results"), cwd=helpers.ROOT), tmp_path, small_run)
-    fault.saw("(nothing: the next run goes on from there)", "what was finished; no result is half")
+    for path in tmp_path.rglob("data/**/*.csv"):
+        if ".part-" not in str(path):
+            helpers.load_table(path)  # whole, or not there
+    done = run(*workflow(tmp_path, "results", **tiny), cwd=helpers.ROOT)
+    assert_done(done, tmp_path, undisturbed)
+    fault.saw("(nothing: the next run goes on from there)", "what was finished, nothing half")
 
 
-def test_two_runs_at_once(small_run, tmp_path, fault):
-    other = started(tmp_path, "results")
-    time.sleep(30)
-    done = run(*workflow(tmp_path, "results"), cwd=helpers.ROOT)
+def test_two_runs_at_once(tiny, undisturbed, tmp_path, fault):
+    other = started(tmp_path, "results", **tiny)
+    while not (tmp_path / "build" / ".lock").exists():
+        time.sleep(0.1)
+    time.sleep(5)
+    done = run(*workflow(tmp_path, "results", **tiny), cwd=helpers.ROOT)
     assert other.wait(60) == 0
-    assert_done(done, tmp_path, small_run)
+    assert_done(done, tmp_path, undisturbed)
     waiting = f"Waiting for another run in {tmp_path / 'build'} to end ..."
     assert waiting in done.stderr.splitlines()
     fault.saw(waiting, "one set of results")
 
 
-def test_two_runs_into_one_folder(small_run, tmp_path, fault):
+def test_two_runs_into_one_folder(tiny, undisturbed, tmp_path, fault):
     """With executed notebooks in folders of their own, so that neither waits for the other."""
-    command = workflow(tmp_path, "results")
-    other = started(tmp_path, "results")
-    done = run(*command, f"build={tmp_path}/build/second", cwd=helpers.ROOT)
+    other = started(tmp_path, "results", **tiny)
+    second = {**tiny, "build": f"{tmp_path}/build/second"}
+    done = run(*workflow(tmp_path, "results", **second), cwd=helpers.ROOT)
     assert other.wait(600) == 0
-    assert_done(done, tmp_path, small_run)
+    assert_done(done, tmp_path, undisturbed)
     fault.saw("(nothing: each result is renamed into place)", "one set of results")
 
 
-def test_a_disk_that_fills_half_way(small_run, small_disk, fault):
-    sizes = {name: len(content) for name, content in results_of(small_run[0]).items()}
+def test_a_disk_that_fills_half_way(tiny, undisturbed, small_disk, fault):
+    size = sum(map(len, undisturbed[0].values()))
     disk = small_disk("64m")
-    filling = disk / "filling"
-    filling.write_bytes(bytes(64 * 2**20 - sum(sizes.values()) // 2 - 2**20))
-    done = run(*workflow(disk, "results"), cwd=helpers.ROOT)
+    filling = disk / "filling.up"
+    filling.write_bytes(bytes(64 * 2**20 - size // 2 - 2**20))
+    done = run(*workflow(disk, "results", **tiny), cwd=helpers.ROOT)
     assert done.returncode != 0
     message = last_line(done)
     assert "No space left on device" in message
-    finished = results_of(disk)
     filling.unlink()
-    assert 0 < len(finished) - 1 < len(sizes)
-    assert_done(run(*workflow(disk, "results"), cwd=helpers.ROOT), disk, small_run)
+    finished = results_of(disk)
+    assert 0 < len(finished) < len(undisturbed[0])
+    assert finished.items() <= undisturbed[0].items()
+    done = run(*workflow(disk, "results", **tiny), cwd=helpers.ROOT)
+    assert_done(done, disk, undisturbed)
     fault.saw(message, "what was finished; the next run goes on from there")
 
 
