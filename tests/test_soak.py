@@ -19,7 +19,7 @@ def tiny(tmp_path_factory, tiny_model, tokenizer):
     """A model for which a run is little but the starting of notebooks and the writing of results:
     more of the moments are those at which a file could be left half-written."""
     folder = tmp_path_factory.mktemp("tiny") / "tiny-model"
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512, head_dim=16)
     for part in (model, tokenizer):
         part.save_pretrained(folder)
     return {"models": folder}
