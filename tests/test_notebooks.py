@@ -1,6 +1,7 @@
 """The notebooks: their form, their stored outputs, runs with other parameters, and the README."""
 
 import ast
+import functools
 import json
 import re
 import shutil
@@ -367,20 +368,52 @@ def test_a_gguf_file_of_another_family_runs_through_the_notebooks(tokenizer, cac
         assert table.attrs["model_origin"] == "local GGUF file"
 
 
+def with_a_head_of_zeros(**changes):
+    """A gpt2 in which one head of each layer has keys, and so a field, that are zero."""
+    model = families.tiny("gpt2", **changes)
+    for layer in range(3):
+        for parameter in helpers.attention_module(model, layer).c_attn.parameters():
+            parameter.data[..., 24:30] = 0
+    return model
+
+
 def run_tiny(notebook, family, tokenizer, folder, **parameters):
-    """Run a notebook on a tiny model and a few words: what it printed, and where its results are.
-    In a gpt2 one head of each layer has keys, and so a field, that are zero."""
-    model = families.tiny(family, vocab_size=len(tokenizer))
-    if family == "gpt2":
-        for layer in range(3):
-            for parameter in helpers.attention_module(model, layer).c_attn.parameters():
-                parameter.data[..., 24:30] = 0
+    """Run a notebook on a tiny model and a few words: what it printed, and its results."""
+    build = with_a_head_of_zeros if family == "gpt2" else functools.partial(families.tiny, family)
+    model = build(vocab_size=len(tokenizer))
     for part in (model, tokenizer):
         part.save_pretrained(folder / "tiny")
     (folder / "words.txt").write_text(3 * WORDS)
     printed = run_cells(notebook, folder, model="tiny", context=48, offset=4, **parameters)
     assert "nan" not in printed
     return printed, folder / "data" / "results" / "tiny"
+
+
+LEAST = {
+    "a head of zeros": with_a_head_of_zeros,
+    "one layer and one head": lambda **changes: families.tiny(
+        "gpt2", n_layer=1, n_head=1, n_embd=7, **changes
+    ),
+}
+
+
+@pytest.mark.parametrize("build", LEAST.values(), ids=LEAST)
+def test_notebooks_on_the_least_of_models(build, tokenizer, tmp_path):
+    """In fewer tokens than a head has dimensions, too."""
+    for part in (build(vocab_size=len(tokenizer)), tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    (tmp_path / "words.txt").write_text(WORDS)
+    window = {"context": 5, "offset": 4}
+    run_cells("03_weight_spectra", tmp_path, model="tiny")
+    run_cells("04_logit_spectra", tmp_path, model="tiny", texts=["words.txt"], **window)
+    run_cells("05_gap_statistics", tmp_path, models=["tiny"], texts=["words.txt"], **window)
+    printed = run_cells(
+        "06_stability_bound", tmp_path, model="tiny", text="words.txt", ranks=[1, 9], **window
+    )
+    assert "ranks left out: [9]" in printed
+    claims = helpers.claim_table(tmp_path).set_index("id")
+    answered = claims.verdict[claims.model == "tiny"]
+    assert {"P2-heads", "P3-heads", "P4-heads", "P7-bound"} <= set(answered.index)
 
 
 @pytest.mark.parametrize(
