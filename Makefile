@@ -28,7 +28,7 @@ test: $(STAMP) ## check the pins and the style, then run every test but those of
 	$(if $(NEWEST),,$(BIN)/python tests/pins.py)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(NEWEST),-m "not soak and not table")
 
 soak: $(STAMP) ## what takes longer than a test may: runs killed, starved, doubled; fuzzing (2 hours)
 	$(BIN)/python -m pip install --quiet -r tests/requirements-soak.txt

@@ -1547,9 +1547,12 @@ def _config_and_weights(folder: Path) -> tuple:
     for file in sorted(set(files.values())):
         with safe_open(folder / file, framework="pt") as opened:
             shapes += [opened.get_slice(name).get_shape() for name in opened.keys()]
-    settings = json.loads((folder / "config.json").read_bytes())
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+    except (ValueError, RecursionError):
+        settings = None
     if not isinstance(settings, dict):
-        raise ValueError("config.json holds no settings: get it again")
+        raise ValueError("config.json is not a JSON object: get it again")
     _require_counts(settings, shapes)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return config, files, shapes
@@ -1606,6 +1609,8 @@ def _one_line(problem: str):
 def _first_line(error: Exception) -> str:
     """What an error says first; a line that ends in a colon is joined with the next."""
     said = re.sub(r":\s*\n\s*", ": ", str(error).strip()) or type(error).__name__
+    if isinstance(error, LookupError | ArithmeticError | TypeError):  # no sentence by itself
+        said = f"{type(error).__name__}: {said}"
     return said.splitlines()[0]
 
 

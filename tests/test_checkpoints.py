@@ -414,7 +414,7 @@ HOSTILE = {
     ),
     "a million brackets": (
         lambda folder: (folder / "config.json").write_text("[" * 10**6),
-        "cannot load model|recursion",
+        "config.json is not a JSON object",
     ),
 }
 # What neither load_model nor load_checkpoint takes.
@@ -422,7 +422,10 @@ DEFECTS = {
     **HOSTILE,
     "no config": (lambda folder: (folder / "config.json").unlink(), LACKS),
     "config damaged": (lambda folder: (folder / "config.json").write_text("{"), "config"),
-    "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json"),
+    "config of a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "config.json is not a JSON object",
+    ),
     "config of words": (configured(hidden_size="x"), "'hidden_size' expected int, got str"),
     "config of no known model": (configured(model_type="nonsense"), "model type `nonsense`"),
     "config of another's code": (
@@ -611,7 +614,7 @@ def test_heads_of_an_odd_dimension_in_a_rotary_embedding(folder, fault):
 
 
 def test_a_model_that_does_not_run(tiny_model, fault):
-    with fault.raises(RuntimeError, "llama: the model itself does not run: index out of range"):
+    with fault.raises(RuntimeError, "llama: the model itself does not run: IndexError: index out"):
         helpers.record_attention(tiny_model("llama"), torch.tensor([1, 10**6]), lambda *_: None)
 
 

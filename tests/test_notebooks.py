@@ -542,18 +542,18 @@ def test_a_parameter_that_carries_code(tmp_path, fault):
     assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("contxt=64", "no key 'contxt'"),
-        ("lengths=long", "lengths must be whole numbers, found 'long'"),
-        ("models=a/b a_b", "two models would share a folder: a/b, a_b"),
-        ("models=smollm2", "unknown model 'smollm2': did you mean 'smollm2-135m'"),
-        ("texts=alice no.txt", "text file 'no.txt' not found from"),
-        ("context=half", "context must be a whole number of at least 4, found 'half'"),
-        ("windows=1", "windows must be a whole number of at least 2, found 1"),
-    ],
-)
+SETTINGS = {
+    "contxt=64": "no key 'contxt'",
+    "lengths=long": "lengths must be whole numbers, found 'long'",
+    "models=a/b a_b": "two models would share a folder: a/b, a_b",
+    "models=smollm2": "unknown model 'smollm2': did you mean 'smollm2-135m'",
+    "texts=alice no.txt": "text file 'no.txt' not found from",
+    "context=half": "context must be a whole number of at least 4, found 'half'",
+    "windows=1": "windows must be a whole number of at least 2, found 1",
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), SETTINGS.items(), ids=SETTINGS)
 def test_a_workflow_with(setting, message, tmp_path, fault):
     name, value = setting.split("=")
     done = run(*workflow(tmp_path, "results", **{name: value}), cwd=helpers.ROOT)

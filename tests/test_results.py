@@ -77,7 +77,7 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("save", "load", "content"), SAVED)
+@pytest.mark.parametrize(("save", "load", "content"), SAVED, ids=["table", "spectra"])
 @pytest.mark.parametrize(
     ("key", "value"), [("model", "other"), ("window", [0, 1024]), ("context", 512), ("text", None)]
 )
@@ -90,7 +90,7 @@ def test_results_made_otherwise(tmp_path, save, load, content, key, value, fault
     assert f"made with {key} {found!r}, expected {value!r}" in fault.message
 
 
-@pytest.mark.parametrize(("save", "load", "content"), SAVED)
+@pytest.mark.parametrize(("save", "load", "content"), SAVED, ids=["table", "spectra"])
 def test_a_missing_result(tmp_path, save, load, content, fault):
     with fault.raises(FileNotFoundError, r"nothing is missing: run the notebook that"):
         load(tmp_path / "nothing")
