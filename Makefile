@@ -30,7 +30,7 @@ test: $(STAMP) ## check the pins and the style, then run every test but those of
 	$(BIN)/ruff format --check
 	$(BIN)/python -m pytest $(if $(NEWEST),-m "not soak and not table")
 
-soak: $(STAMP) ## what takes longer than a test may: runs killed, starved, doubled; fuzzing (2 hours)
+soak: $(STAMP) ## what takes longer than a test may: runs killed, starved, doubled; fuzzing (hours)
 	$(BIN)/python -m pip install --quiet -r tests/requirements-soak.txt
 	$(BIN)/python -m pytest -m "soak or table"
 

@@ -40,7 +40,11 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Before any is deselected: who causes a fault. Whoever looks at what all saw comes last."""
     items.sort(key=lambda item: "faults_seen" in item.fixturenames)
-    config.stash[CAUSED] = [faults.name_of(i) for i in items if "fault" in i.fixturenames]
+    config.stash[CAUSED] = {
+        faults.name_of(item): item.get_closest_marker("soak") is not None
+        for item in items
+        if "fault" in item.fixturenames
+    }
     config.stash[SEEN] = {}
     if config.getoption("--write-faults"):
         items[:] = [item for item in items if {"fault", "faults_seen"} & {*item.fixturenames}]
@@ -57,7 +61,8 @@ def fault(request, tmp_path):
 
 @pytest.fixture
 def faults_seen(request):
-    """(what the tests of this run saw of their faults, every fault that a test can cause)"""
+    """(what the tests of this run saw of their faults; every fault that one can cause, and whether
+    only `make soak` does)"""
     return request.config.stash[SEEN], request.config.stash[CAUSED]
 
 

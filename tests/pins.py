@@ -41,14 +41,13 @@ def installed():
 
 
 def differences(required, constrained, found):
-    """What is not as pinned, a line each. What only other systems need may be missing."""
+    """What is not as pinned, a line each. Systems differ in what the pins bring with them: a
+    constraint may be without its package, and a package without a constraint."""
     for name, version in {**constrained, **required}.items():
         if name in found and found[name] != version:
             yield f"{name} {found[name]} is installed, the pin is {version}"
         if name in required and name not in found:
             yield f"{name} is not installed, the pin is {version}"
-    for name in sorted(found.keys() - required.keys() - constrained.keys() - NOT_OURS):
-        yield f"{name} {found[name]} is installed and not pinned"
 
 
 def main(arguments):

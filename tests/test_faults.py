@@ -7,16 +7,15 @@ import faults
 
 @pytest.mark.table
 def test_the_table_of_faults_is_what_the_tests_saw(faults_seen, request):
-    """Each row that this run saw, and of each file of tests that it collected every fault.
-
-    With --write-faults it is written: in full by a run of all tests, `soak` among them.
-    """
+    """Each row that this run saw, and a row for every fault, those of `soak` excepted: they are
+    there once they were seen. With --write-faults the table is written."""
     seen, caused = faults_seen
     if request.config.getoption("--write-faults"):
         faults.write(seen, caused)
     published, collected = faults.rows(), {subject for subject, *_ in caused}
     assert {name: published.get(name) for name in seen} == seen
-    assert [name for name in published if name[0] in collected] == caused
+    assert {name for name, soak in caused.items() if not soak} <= published.keys()
+    assert {name for name in published if name[0] in collected} <= caused.keys()
     readme = (faults.README / "README.md").read_text("utf-8")
     assert f"<!-- faults -->\n{faults.table(published)}\n<!-- /faults -->" in readme
 
