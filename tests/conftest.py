@@ -154,10 +154,21 @@ def tiny_gguf(tmp_path_factory, tiny_llama, tokenizer):
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory):
-    """The whole workflow on a small configuration: its folder, the process, its seconds."""
+def tiny_workflow(tmp_path_factory, tiny_model, tokenizer):
+    """A model for which a run is little but the starting of notebooks and the writing of results:
+    most moments of it are those at which a file could be left half-written."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-model"
+    changes = {"max_position_embeddings": 512, "head_dim": 16}
+    for part in (tiny_model("llama", vocab_size=len(tokenizer), **changes), tokenizer):
+        part.save_pretrained(folder)
+    return {"models": folder}
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory, tiny_workflow):
+    """The whole workflow on that model: its folder, the process, its seconds."""
     folder, start = tmp_path_factory.mktemp("small"), time.monotonic()
-    done = checks.run(*checks.workflow(folder, "results"), cwd=helpers.ROOT)
+    done = checks.run(*checks.workflow(folder, "results", **tiny_workflow), cwd=helpers.ROOT)
     return folder, done, time.monotonic() - start
 
 

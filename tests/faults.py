@@ -56,6 +56,7 @@ def without_places(message):
     message = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1", message)
     message = re.sub(r"(recursion depth exceeded)[^)]*", r"\1", message)
     message = re.sub(r"\(ERROR: [^)]*\)", "(ERROR: …)", message)  # pip, of which any version serves
+    message = re.sub(r"on the hub \((Server dis|.*reset|illegal)[^)]*\)", "on the hub (…)", message)
     message = re.sub(r"\b[0-9a-f]{12}(…|[0-9a-f]*)", "…", message)
     return re.sub(r"(/resolve/…/)[\w.]+", r"\1…", message)  # files are fetched in any order
 

@@ -204,9 +204,9 @@ def test_verdict_on_p8_turns_if_the_kinds_are_swapped(controls):
 def test_workflow_writes_tables_figures_and_verdicts(small_run):
     folder, done, _ = small_run
     assert done.returncode == 0, done.stderr
-    model = folder / "data" / "results" / "smollm2-135m"
+    model = folder / "data" / "results" / "tiny-model"
     table = helpers.load_table(model / "alice_logit_heads.csv", context=128, mask="full")
-    assert len(table) == 270
+    assert len(table) == 3 * 4
     for name in ("weight_heads.csv", "alice_logit_heads.safetensors", "alice_stability.csv"):
         assert (model / name).is_file()
     claims = helpers.claim_table(folder)
@@ -216,21 +216,20 @@ def test_workflow_writes_tables_figures_and_verdicts(small_run):
     assert list(folder.rglob(".part-*")) == []
 
 
-SMALLEST = ["02_two_token_control", "smollm2-135m/03_weight_spectra"]
-
-
-def test_a_workflow_that_is_killed(small_run, tmp_path, fault):
+def test_a_workflow_that_is_killed(tiny_workflow, small_run, tmp_path, fault):
     """In its second notebook; `make soak` kills whole runs at twenty random moments."""
-    notebooks = [f"{tmp_path}/build/notebooks/{name}.ipynb" for name in SMALLEST]
-    targets = list(map(Path, notebooks))
-    process = started(tmp_path, *targets)
+    third = [
+        path.relative_to(small_run[0]) for path in small_run[0].rglob("notebooks/*/03_*.ipynb")
+    ]
+    targets = [tmp_path / "build/notebooks/02_two_token_control.ipynb", tmp_path / third[0]]
+    process = started(tmp_path, *targets, **tiny_workflow)
     while not any(target.exists() for target in targets) and process.poll() is None:
         time.sleep(0.05)
     time.sleep(3)  # into the next notebook
     killed(process)
     finished = {path: path.stat().st_mtime_ns for path in targets if path.exists()}
     assert len(finished) == 1
-    done = run(*workflow(tmp_path, *targets), cwd=helpers.ROOT)
+    done = run(*workflow(tmp_path, *targets, **tiny_workflow), cwd=helpers.ROOT)
     assert done.returncode == 0, done.stderr
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
     again, whole = results_of(tmp_path), results_of(small_run[0])
@@ -518,39 +517,18 @@ def test_a_notebook_with(notebook, parameters, message, tmp_path, fault):
         run_cells(notebook, tmp_path, **parameters)
 
 
-def test_papermill_ends_with_the_message(tmp_path, fault):
-    done = papermill("04_logit_spectra", tmp_path, "-p", "model", "smollm2")
-    assert done.returncode == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
-    message = last_line(done)
-    assert re.search(r"unknown model 'smollm2': did you mean 'smollm2-135m'", message)
-    fault.saw(message, "nothing, but the notebook with the error in it")
-
-
 CODE = "\"\"\"\n'); import pathlib; pathlib.Path('run').touch() #"
 
 
 def test_a_parameter_that_carries_code(tmp_path, fault):
     """Neither its quotes nor YAML's own objects are anything but a name."""
-    tagged = '!!python/object/apply:pathlib.Path.touch ["run"]'
-    for option in (["-p", "model", CODE], ["-y", "model: " + json.dumps(CODE)]):
-        done = papermill("03_weight_spectra", tmp_path, *option)
-        assert done.returncode == 1
-        assert "unknown model" in last_line(done), done.stderr[-2000:]
+    done = papermill("03_weight_spectra", tmp_path, "-p", "model", CODE)
+    assert done.returncode == 1
+    assert re.search("^ValueError: unknown model .*: known: smollm2-135m", last_line(done))
     fault.saw(last_line(done), "nothing, but the notebook with the error in it")
+    tagged = '!!python/object/apply:pathlib.Path.touch ["run"]'
     assert papermill("03_weight_spectra", tmp_path, "-y", f"model: {tagged}").returncode == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
-
-
-SETTINGS = {
-    "contxt=64": "no key 'contxt'",
-    "lengths=long": "lengths must be whole numbers, found 'long'",
-    "models=a/b a_b": "two models would share a folder: a/b, a_b",
-    "models=smollm2": "unknown model 'smollm2': did you mean 'smollm2-135m'",
-    "texts=alice no.txt": "text file 'no.txt' not found from",
-    "context=half": "context must be a whole number of at least 4, found 'half'",
-    "windows=1": "windows must be a whole number of at least 2, found 1",
-}
 
 
 @pytest.mark.parametrize(("setting", "message"), SETTINGS.items(), ids=SETTINGS)

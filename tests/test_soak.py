@@ -14,101 +14,90 @@ from checks import killed, last_line, results_of, run, started, workflow
 pytestmark = pytest.mark.soak
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_model, tokenizer):
-    """A model for which a run is little but the starting of notebooks and the writing of results:
-    more of the moments are those at which a file could be left half-written."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-model"
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512, head_dim=16)
-    for part in (model, tokenizer):
-        part.save_pretrained(folder)
-    return {"models": folder}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, tiny):
-    """The results of a run that ends, and its seconds."""
-    folder, start = tmp_path_factory.mktemp("undisturbed"), time.monotonic()
-    done = run(*workflow(folder, "results", **tiny), cwd=helpers.ROOT)
-    assert done.returncode == 0, done.stderr
-    return results_of(folder), time.monotonic() - start
-
-
-def assert_done(process, folder, undisturbed):
+def assert_done(process, folder, small_run):
     """A finished run's results are those of the undisturbed one, byte for byte."""
     assert process.returncode == 0, process.stderr
-    assert results_of(folder) == undisturbed[0]
+    assert results_of(folder) == results_of(small_run[0])
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_a_run_killed_at_a_random_moment(tiny, undisturbed, tmp_path, number, fault):
-    moment = random.Random(number).uniform(0, undisturbed[1])
-    process = started(tmp_path, "results", **tiny)
+def test_a_run_killed_at_a_random_moment(tiny_workflow, small_run, tmp_path, number, fault):
+    moment = random.Random(number).uniform(0, small_run[2])
+    process = started(tmp_path, "results", **tiny_workflow)
     time.sleep(moment)
     if process.poll() is None:
         killed(process)
     for path in tmp_path.rglob("data/**/*.csv"):
         if ".part-" not in str(path):
             helpers.load_table(path)  # whole, or not there
-    done = run(*workflow(tmp_path, "results", **tiny), cwd=helpers.ROOT)
-    assert_done(done, tmp_path, undisturbed)
+    done = run(*workflow(tmp_path, "results", **tiny_workflow), cwd=helpers.ROOT)
+    assert_done(done, tmp_path, small_run)
     fault.saw("(nothing: the next run goes on from there)", "what was finished, nothing half")
 
 
-def test_two_runs_at_once(tiny, undisturbed, tmp_path, fault):
-    other = started(tmp_path, "results", **tiny)
+def test_two_runs_at_once(tiny_workflow, small_run, tmp_path, fault):
+    other = started(tmp_path, "results", **tiny_workflow)
     while not (tmp_path / "build" / ".lock").exists():
         time.sleep(0.1)
     time.sleep(5)
-    done = run(*workflow(tmp_path, "results", **tiny), cwd=helpers.ROOT)
+    done = run(*workflow(tmp_path, "results", **tiny_workflow), cwd=helpers.ROOT)
     assert other.wait(60) == 0
-    assert_done(done, tmp_path, undisturbed)
+    assert_done(done, tmp_path, small_run)
     waiting = f"Waiting for another run in {tmp_path / 'build'} to end ..."
     assert waiting in done.stderr.splitlines()
     fault.saw(waiting, "one set of results")
 
 
-def test_two_runs_into_one_folder(tiny, undisturbed, tmp_path, fault):
+def test_two_runs_into_one_folder(tiny_workflow, small_run, tmp_path, fault):
     """With executed notebooks in folders of their own, so that neither waits for the other."""
-    other = started(tmp_path, "results", **tiny)
-    second = {**tiny, "build": f"{tmp_path}/build/second"}
+    other = started(tmp_path, "results", **tiny_workflow)
+    second = {**tiny_workflow, "build": f"{tmp_path}/build/second"}
     done = run(*workflow(tmp_path, "results", **second), cwd=helpers.ROOT)
     assert other.wait(600) == 0
-    assert_done(done, tmp_path, undisturbed)
+    assert_done(done, tmp_path, small_run)
     fault.saw("(nothing: each result is renamed into place)", "one set of results")
 
 
-def test_a_disk_that_fills_half_way(tiny, undisturbed, small_disk, fault):
-    size = sum(map(len, undisturbed[0].values()))
+def test_a_disk_that_fills_half_way(tiny_workflow, small_run, small_disk, fault):
+    whole = results_of(small_run[0])
+    size = sum(map(len, whole.values()))
     disk = small_disk("64m")
     filling = disk / "filling.up"
     filling.write_bytes(bytes(64 * 2**20 - size // 2 - 2**20))
-    done = run(*workflow(disk, "results", **tiny), cwd=helpers.ROOT)
+    done = run(*workflow(disk, "results", **tiny_workflow), cwd=helpers.ROOT)
     assert done.returncode != 0
     message = last_line(done)
     assert "No space left on device" in message
     filling.unlink()
     finished = results_of(disk)
-    assert 0 < len(finished) < len(undisturbed[0])
-    assert finished.items() <= undisturbed[0].items()
-    done = run(*workflow(disk, "results", **tiny), cwd=helpers.ROOT)
-    assert_done(done, disk, undisturbed)
+    assert 0 < len(finished) < len(whole)
+    assert finished.items() <= whole.items()
+    done = run(*workflow(disk, "results", **tiny_workflow), cwd=helpers.ROOT)
+    assert_done(done, disk, small_run)
     fault.saw(message, "what was finished; the next run goes on from there")
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The results of the small run on the default model, with as many threads as there are cores."""
+    folder = tmp_path_factory.mktemp("first")
+    done = run(*workflow(folder, "results"), cwd=helpers.ROOT)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.parametrize("threads", ["1", "2"])
-def test_runs_with_any_number_of_threads_agree(small_run, tmp_path, monkeypatch, threads):
+def test_runs_with_any_number_of_threads_agree(first, tmp_path, monkeypatch, threads):
     """Integers are the same, and so are the verdicts and the rounded numbers in them."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.setenv(name, threads)
     done = run(*workflow(tmp_path, "results"), cwd=helpers.ROOT)
     assert done.returncode == 0, done.stderr
-    tables = [p for p in small_run[0].rglob("*.csv") if p.parent.name != "figures"]
+    tables = [path for path in first.rglob("*.csv") if path.parent.name != "figures"]
     assert len(tables) > 15
     for path in tables:
         ours, theirs = (
-            helpers.load_table(folder / path.relative_to(small_run[0]))
-            for folder in (tmp_path, small_run[0])
+            helpers.load_table(folder / path.relative_to(first)) for folder in (tmp_path, first)
         )
         floats = ours.select_dtypes("float").columns
         assert ours.drop(columns=floats).equals(theirs.drop(columns=floats)), path.name
