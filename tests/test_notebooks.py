@@ -218,10 +218,9 @@ def test_workflow_writes_tables_figures_and_verdicts(small_run):
 
 def test_a_workflow_that_is_killed(tiny_workflow, small_run, tmp_path, fault):
     """In its second notebook; `make soak` kills whole runs at twenty random moments."""
-    third = [
-        path.relative_to(small_run[0]) for path in small_run[0].rglob("notebooks/*/03_*.ipynb")
-    ]
-    targets = [tmp_path / "build/notebooks/02_two_token_control.ipynb", tmp_path / third[0]]
+    (third,) = small_run[0].rglob("notebooks/*/03_*.ipynb")
+    second = small_run[0] / "build/notebooks/02_two_token_control.ipynb"
+    targets = [tmp_path / path.relative_to(small_run[0]) for path in (second, third)]
     process = started(tmp_path, *targets, **tiny_workflow)
     while not any(target.exists() for target in targets) and process.poll() is None:
         time.sleep(0.05)
@@ -529,6 +528,16 @@ def test_a_parameter_that_carries_code(tmp_path, fault):
     tagged = '!!python/object/apply:pathlib.Path.touch ["run"]'
     assert papermill("03_weight_spectra", tmp_path, "-y", f"model: {tagged}").returncode == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out.ipynb"]
+
+
+SETTINGS = {
+    "contxt=64": "no key 'contxt'",
+    "lengths=long": "lengths must be whole numbers, found 'long'",
+    "models=a/b a_b": "two models would share a folder: a/b, a_b",
+    "models=smollm2": "unknown model 'smollm2': did you mean 'smollm2-135m'",
+    "texts=alice no.txt": "text file 'no.txt' not found from",
+    "context=half": "context must be a whole number of at least 4, found 'half'",
+}
 
 
 @pytest.mark.parametrize(("setting", "message"), SETTINGS.items(), ids=SETTINGS)

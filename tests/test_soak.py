@@ -79,7 +79,7 @@ def test_a_disk_that_fills_half_way(tiny_workflow, small_run, small_disk, fault)
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """The results of the small run on the default model, with as many threads as there are cores."""
+    """The results of the small run on the default model, with a thread for each core."""
     folder = tmp_path_factory.mktemp("first")
     done = run(*workflow(folder, "results"), cwd=helpers.ROOT)
     assert done.returncode == 0, done.stderr
