@@ -1328,12 +1328,16 @@ def _archive(source: dict) -> Path:
             command += ["--require-hashes", kind, ":all:", "-r", str(wanted), "-d", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True)
             fetched = folder / source["archive"]
+            reason = None
             if done.returncode or not fetched.exists():
+                reason = _complaint(done)
+            elif (found := _sha256(fetched)) != source["archive_sha256"]:
+                reason = f"sha256 {found[:12]}…, expected {source['archive_sha256'][:12]}…"
+            if reason:
                 raise RuntimeError(
-                    f"cannot fetch {source['package']} ({_complaint(done)}): check the network and "
-                    f"the space on disk, or copy {source['archive']} into {path.parent}"
+                    f"cannot fetch {source['package']} ({reason}): check the network and the space "
+                    f"on disk, or copy {source['archive']} into {path.parent}"
                 )
-            _verify(fetched, source["archive_sha256"])
             os.replace(fetched, path)
     _verify(path, source["archive_sha256"])
     return path

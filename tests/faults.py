@@ -95,6 +95,7 @@ def write(seen, caused):
     known = {**(rows() if (README / "faults.csv").exists() else {}), **seen}
     collected = {name[0] for name in caused}
     names = [*caused, *(name for name in known if name[0] not in collected)]
+    names.sort(key=lambda name: name[0])  # in the same order, whichever tests ran
     lines = [(*name, *known[name]) for name in names if name in known]
     columns = ["tests", "fault", "case", "the user sees", "kept"]
     pd.DataFrame(lines, columns=columns).to_csv(README / "faults.csv", index=False)
