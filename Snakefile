@@ -150,6 +150,11 @@ def execute(notebook, output, parameters):
         print(f"\nThe failed notebook: {running}", file=sys.stderr)
         print(f"{error.ename}: {error.evalue}", file=sys.stderr)
         raise NotebookFailed from None
+    except OSError as error:
+        reason = error.strerror or error
+        advice = "free space there, or set another build folder"
+        print(f"\ncannot write into {BUILD} ({reason}): {advice}", file=sys.stderr)
+        raise NotebookFailed from None
     except Exception as error:  # no such parameter, a kernel killed for want of memory, ...
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         raise NotebookFailed from None
